@@ -1,0 +1,41 @@
+"""Practical Gauss-Newton optimisation and curvature for PyTorch.
+
+import gaussnewton as gn
+
+curvature = gn.curvature(model, criterion, (x, y), method="kflr")
+gn.verify(model, criterion, (x, y))
+"""
+
+from gaussnewton import diagnostics, errors, exact, layers, losses
+from gaussnewton.blocks import Block, Curvature, DenseBlock, KroneckerBlock
+from gaussnewton.diagnostics import verify
+from gaussnewton.estimate import curvature
+from gaussnewton.estimators import KFAC, KFLR, KFRA, BlockHessian, Estimator
+from gaussnewton.losses import BinaryMixtureLoss, Loss
+from gaussnewton.parameters import Theta
+from gaussnewton.tape import Tape
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "KFAC",
+    "KFLR",
+    "KFRA",
+    "BinaryMixtureLoss",
+    "Block",
+    "BlockHessian",
+    "Curvature",
+    "DenseBlock",
+    "Estimator",
+    "KroneckerBlock",
+    "Loss",
+    "Tape",
+    "Theta",
+    "curvature",
+    "diagnostics",
+    "errors",
+    "exact",
+    "layers",
+    "losses",
+    "verify",
+]

@@ -1,0 +1,8 @@
+"""What an estimator returns for a layer: a matrix that can be multiplied, damped, inverted."""
+
+from gaussnewton.blocks.base import Block, Inverse, Inversion
+from gaussnewton.blocks.curvature import Curvature
+from gaussnewton.blocks.dense import DenseBlock
+from gaussnewton.blocks.kronecker import KroneckerBlock
+
+__all__ = ["Block", "Curvature", "DenseBlock", "Inverse", "Inversion", "KroneckerBlock"]

@@ -1,0 +1,146 @@
+"""From a record to the chain of layers of eq. nn, by following the autograd graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from gaussnewton.errors import NonFiniteError, UnsupportedGraphError
+from gaussnewton.segments import Identity, Path, Segment, segment_of
+from gaussnewton.tape import LayerCall, Record
+
+
+@dataclass(frozen=True)
+class Link:
+    """A layer, and the function behind it up to the next layer or the outputs."""
+
+    call: LayerCall
+    segment: Segment
+
+    @property
+    def trained(self) -> bool:
+        """Whether the layer has a block of its own."""
+        return any(p.requires_grad for p in self.call.module.parameters(recurse=False))
+
+
+class Chain:
+    """A feedforward network, from its outputs back to its first trained layer.
+
+    Iterating yields one :class:`Link` a layer, the last layer first, as the recursions of
+    the paper run.
+    """
+
+    def __init__(self, record: Record) -> None:
+        _check_finite(record)
+        self.record = record
+        self.links = list(_follow(record))
+        self._check_coverage()
+
+    def __iter__(self) -> Iterator[Link]:
+        return iter(self.links)
+
+    def _check_coverage(self) -> None:
+        names = [link.call.name for link in self.links]
+        for name in dict.fromkeys(names):
+            if names.count(name) > 1:
+                raise UnsupportedGraphError(
+                    f"layer '{name}' is called {names.count(name)} times in one forward pass. "
+                    "Shared weights are not supported: give each call a layer of its own."
+                )
+        owners = {id(p): name for name, g in self._groups.items() for p in g.parameters.values()}
+        for link in self.links:
+            for p in link.call.module.parameters(recurse=False):
+                owner = owners.get(id(p), link.call.name)
+                if owner != link.call.name:
+                    raise UnsupportedGraphError(
+                        f"layers '{owner}' and '{link.call.name}' share a parameter. Tied weights "
+                        "are not supported: give each layer parameters of its own."
+                    )
+        for name in self._groups:
+            if name not in names:
+                raise UnsupportedGraphError(
+                    f"layer '{name}' has trainable parameters but its output does not reach the "
+                    "criterion in this forward pass: it was not called as a module, or what it "
+                    "computed was detached or not used. Freeze it or take it out."
+                )
+
+    @property
+    def _groups(self) -> dict[str, Any]:
+        return self.record.theta.groups
+
+
+def _follow(record: Record) -> Iterator[Link]:
+    """Walk from the outputs to the first trained layer, one layer at a time."""
+    by_node = {call.output_edge.node: call for call in record.calls}
+    remaining = set(record.theta.groups)
+    end: GradientEdge | None = get_gradient_edge(record.outputs)
+    like, place = record.outputs.detach(), "the outputs"
+    while end is not None and remaining:
+        nodes, sources = _trace(end, by_node)
+        _refuse_bare_parameters(nodes, record, place)
+        if not sources:
+            return
+        if len(sources) > 1:
+            names = " and ".join(f"'{call.name}'" for call in sources)
+            raise UnsupportedGraphError(
+                f"layers {names} meet before {place}: this is not a chain of layers. Residual "
+                "connections, branches and concatenations are not supported."
+            )
+        call = sources[0]
+        between = f"layer '{call.name}' and {place}"
+        path = Path(end, call.output_edge, like, nodes)
+        yield Link(call, segment_of(path, between) if nodes else Identity())
+        remaining.discard(call.name)
+        end, like, place = call.input_edge, call.input, f"layer '{call.name}'"
+
+
+def _trace(end: GradientEdge, by_node: dict[Any, LayerCall]) -> tuple[list[Any], list[LayerCall]]:
+    """The graph's nodes from a place back to the layers it depends on, and those layers."""
+    nodes: dict[Any, None] = {}
+    sources: dict[Any, LayerCall] = {}
+    frontier = [end.node]
+    while frontier:
+        node = frontier.pop()
+        if node in by_node:
+            sources[node] = by_node[node]
+        elif node not in nodes:
+            nodes[node] = None
+            frontier.extend(next_node for next_node, _ in node.next_functions if next_node)
+    return list(nodes), list(sources.values())
+
+
+def _refuse_bare_parameters(nodes: list[Any], record: Record, place: str) -> None:
+    owners = {id(p): key for group in record.theta for key, p in group.parameters.items()}
+    for node in nodes:
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) in owners:
+            raise UnsupportedGraphError(
+                f"parameter '{owners[id(variable)]}' is used before {place} without calling the "
+                "layer that owns it. Curvature sees a layer's call only: call the module."
+            )
+
+
+def _check_finite(record: Record) -> None:
+    if bool(torch.isfinite(record.loss.detach()).all()) and _finite(record.outputs):
+        return
+    for call in record.calls:
+        if not _finite(call.input):
+            bad = int((~torch.isfinite(call.input)).sum())
+            raise NonFiniteError(
+                f"{bad} of {call.input.numel()} numbers that enter layer '{call.name}' are NaN or "
+                "infinite. Check the data and the parameters before that layer."
+            )
+    where = "the outputs" if not _finite(record.outputs) else "the loss, but not the outputs"
+    raise NonFiniteError(
+        f"NaN or infinite numbers are in {where}. Check the last layer's parameters and the "
+        "targets."
+    )
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor.detach()).all())

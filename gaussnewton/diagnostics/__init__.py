@@ -1,0 +1,16 @@
+"""What can be asked of a model and its curvature: the facts of the paper, as functions."""
+
+from gaussnewton.diagnostics.definiteness import BlockFacts, block_facts
+from gaussnewton.diagnostics.fisher import fisher_distance
+from gaussnewton.diagnostics.rank import RankFacts, gauss_newton_rank
+from gaussnewton.diagnostics.verification import Verification, verify
+
+__all__ = [
+    "BlockFacts",
+    "RankFacts",
+    "Verification",
+    "block_facts",
+    "fisher_distance",
+    "gauss_newton_rank",
+    "verify",
+]

@@ -1,0 +1,94 @@
+"""``gn.curvature``: the curvature of a model at a batch, or over many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from tqdm.auto import tqdm
+
+from gaussnewton.batch import Batch, batches_in, call_criterion, call_model
+from gaussnewton.blocks.curvature import Curvature
+from gaussnewton.errors import BatchError
+from gaussnewton.estimators import Estimator, estimator_of
+from gaussnewton.losses import Loss
+from gaussnewton.model_state import unchanged
+from gaussnewton.tape import Tape
+
+
+def curvature(
+    model: nn.Module,
+    criterion: Any,
+    data: Any,
+    method: str | Estimator = "kflr",
+    *,
+    progress: bool = True,
+) -> Curvature:
+    """The block-diagonal curvature of the scalar that the criterion returns.
+
+    The model is left as it was: mode, parameters, gradients, buffers, hooks, and the global
+    random state.
+
+    Args:
+        model: a feedforward network of ``nn.Linear`` layers with any functions between
+            that treat each datum by itself.
+        criterion: a loss module, or a plain function of outputs and targets, which is
+            wrapped as :class:`~gaussnewton.Loss`.
+        data: one batch, a tuple ``(inputs, targets)``; or an iterable of batches such as a
+            ``DataLoader``. Inputs may be a tensor, a tuple of arguments, or a dict of
+            keyword arguments. Several batches give the curvature of their losses together:
+            the sum for reduction "sum", else the mean over data.
+        method: "kflr", "kfra", "kfac" or "hessian"; or an estimator with settings, such as
+            ``gn.KFAC(samples=10)``.
+        progress: show a bar where an iterable takes more than two seconds.
+
+    Example:
+        >>> import torch, gaussnewton as gn
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(),
+        ...                             torch.nn.Linear(3, 2))
+        >>> x, y = torch.randn(16, 4), torch.randint(2, (16,))
+        >>> c = gn.curvature(model, torch.nn.CrossEntropyLoss(), (x, y), method="kfra")
+        >>> c
+        Curvature(2 blocks, 23 parameters, 16 data)
+        >>> c["0"].Q.shape, c["0"].G.shape
+        (torch.Size([5, 5]), torch.Size([3, 3]))
+    """
+    estimator = estimator_of(method)
+    if not isinstance(criterion, nn.Module) and callable(criterion):
+        criterion = Loss(criterion)
+    result: Curvature | None = None
+    with unchanged(model):
+        for batch in _shown(batches_in(data), data, progress):
+            new = _of_batch(model, criterion, batch, estimator)
+            result = new if result is None else result.merge(new)
+    if result is None:
+        raise BatchError("the data hold no batch at all: the iterable ended at once.")
+    return result
+
+
+def _of_batch(
+    model: nn.Module, criterion: nn.Module, batch: Batch, estimator: Estimator
+) -> Curvature:
+    with Tape(model, criterion) as tape:
+        call_criterion(criterion, call_model(model, batch), batch)
+    record = tape.record
+    geometry, outputs = record.geometry, record.outputs.detach()
+    return Curvature(
+        estimator(record),
+        record.theta,
+        data=record.data,
+        weight=geometry.weight(outputs, record.targets) if geometry.averages else None,
+    )
+
+
+def _shown(batches: Iterable[Batch], data: Any, progress: bool) -> Iterator[Batch]:
+    total = len(data) if hasattr(data, "__len__") and not isinstance(batches, list) else None
+    yield from tqdm(
+        batches,
+        total=total,
+        desc="curvature",
+        unit="batch",
+        delay=2,
+        disable=not progress or isinstance(batches, list),
+    )

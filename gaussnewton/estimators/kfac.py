@@ -1,0 +1,59 @@
+"""Kronecker-factored approximate curvature, by sampling (appendix C)."""
+
+from __future__ import annotations
+
+import torch
+
+from gaussnewton.blocks import KroneckerBlock
+from gaussnewton.chain import Chain
+from gaussnewton.estimators.base import Estimator, kronecker_blocks
+from gaussnewton.estimators.recursion import summed_recursion
+from gaussnewton.gram import widened
+from gaussnewton.perdatum import Roots
+from gaussnewton.tape import Record
+
+
+class KFAC(Estimator):
+    """E[Q] ⊗ E[𝓕] with the Fisher 𝓕 from sampled targets (eq. fisher:aprox).
+
+    The scores of S targets drawn from the model distribution go back through the network
+    in place of KFLR's exact columns, so that the expectation over draws is KFLR's G
+    wherever the Fisher and Gauss-Newton matrices are the same.
+
+    Args:
+        samples: S, draws for each datum.
+        seed: of the estimator's own generator, which goes on from call to call and
+            touches no other random state.
+        workspace: as in :class:`~gaussnewton.KFLR`.
+
+    Example:
+        >>> import torch, gaussnewton as gn
+        >>> model, criterion = torch.nn.Linear(4, 3), torch.nn.CrossEntropyLoss()
+        >>> batch = torch.randn(8, 4), torch.randint(3, (8,))
+        >>> first = gn.curvature(model, criterion, batch, method=gn.KFAC(samples=2, seed=1))
+        >>> again = gn.curvature(model, criterion, batch, method=gn.KFAC(samples=2, seed=1))
+        >>> torch.equal(first[""].G, again[""].G)
+        True
+    """
+
+    def __init__(self, samples: int = 1, seed: int = 0, workspace: int = 64 * 2**20) -> None:
+        if samples < 1:
+            raise ValueError(f"KFAC needs at least one sample for each datum, not {samples}")
+        self.samples, self.seed, self.workspace = samples, seed, workspace
+        self._generator: torch.Generator | None = None
+
+    def __repr__(self) -> str:
+        return f"KFAC(samples={self.samples}, seed={self.seed})"
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """The estimator's own source of randomness."""
+        if self._generator is None or self._generator.device != device:
+            self._generator = torch.Generator(device=device).manual_seed(self.seed)
+        return self._generator
+
+    def __call__(self, record: Record) -> dict[str, KroneckerBlock]:
+        chain = Chain(record)
+        outputs = widened(record.outputs.detach())
+        generator = self.generator(outputs.device)
+        scores = record.geometry.sample(outputs, record.targets, self.samples, generator)
+        return kronecker_blocks(chain, summed_recursion(chain, Roots(scores), self.workspace))

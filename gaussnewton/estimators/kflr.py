@@ -1,0 +1,45 @@
+"""Kronecker Factored Low Rank (section 3.4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gaussnewton.blocks import KroneckerBlock
+from gaussnewton.chain import Chain
+from gaussnewton.estimators.base import Estimator, kronecker_blocks
+from gaussnewton.estimators.recursion import summed_recursion
+from gaussnewton.gram import widened
+from gaussnewton.tape import Record
+
+
+@dataclass(frozen=True)
+class KFLR(Estimator):
+    r"""E[Q] ⊗ E[𝒢] with the exact expectation of 𝒢, for any number of outputs.
+
+    .. math:: E[𝒢_λ] = E\Big[\sum_k C_λ^k {C_λ^k}^T\Big], \quad C_λ^k = B_λ W_{λ+1}^T C_{λ+1}^k
+
+    The K columns C are carried back only where nothing cheaper is exact: the last layer
+    has a closed form; a loss of constant Hessian stays one matrix for all data until the
+    second non-linearity; where the width is below K the matrices themselves are carried,
+    and at a bottleneck they are factorised anew with as many columns as it is wide.
+
+    Args:
+        workspace: about how many bytes the per-datum matrices may take. The data go
+            through in parts that fit; small parts also stay in the processor's cache.
+
+    Example:
+        >>> import torch, gaussnewton as gn
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(),
+        ...                             torch.nn.Linear(3, 2))
+        >>> batch = torch.randn(8, 4), torch.randn(8, 2)
+        >>> curvature = gn.curvature(model, torch.nn.MSELoss(), batch, method=gn.KFLR())
+        >>> torch.allclose(curvature["2"].G, torch.eye(2))      # 2 / (number of outputs)
+        True
+    """
+
+    workspace: int = 64 * 2**20
+
+    def __call__(self, record: Record) -> dict[str, KroneckerBlock]:
+        chain = Chain(record)
+        start = record.geometry.hessian(widened(record.outputs.detach()), record.targets)
+        return kronecker_blocks(chain, summed_recursion(chain, start, self.workspace))

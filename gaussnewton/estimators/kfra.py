@@ -1,0 +1,47 @@
+"""Kronecker Factored Recursive Approximation (section 3.5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gaussnewton.blocks import KroneckerBlock
+from gaussnewton.chain import Chain
+from gaussnewton.estimators.base import Estimator, kronecker_blocks
+from gaussnewton.gram import widened
+from gaussnewton.tape import Record
+
+
+@dataclass(frozen=True)
+class KFRA(Estimator):
+    r"""E[Q] ⊗ Ĝ with the expected matrix passed through the network.
+
+    .. math:: Ĝ_λ = E[B_λ W_{λ+1}^T Ĝ_{λ+1} W_{λ+1} B_λ]
+                  = (W_{λ+1}^T Ĝ_{λ+1} W_{λ+1}) ⊙ E[f_λ' {f_λ'}^T]
+
+    It starts from the exact E[𝓗_L], is exact for one datum, and costs the same for any
+    number of outputs as they are wide.
+
+    Example:
+        >>> import torch, gaussnewton as gn
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Sigmoid(),
+        ...                             torch.nn.Linear(3, 2)).double()
+        >>> batch = torch.randn(1, 4).double(), torch.randn(1, 2).double()
+        >>> kfra, kflr = (gn.curvature(model, torch.nn.MSELoss(), batch, method=method)
+        ...               for method in ("kfra", "kflr"))
+        >>> torch.allclose(kfra["0"].G, kflr["0"].G)
+        True
+    """
+
+    def __call__(self, record: Record) -> dict[str, KroneckerBlock]:
+        chain = Chain(record)
+        outputs = widened(record.outputs.detach())
+        matrix = record.geometry.hessian(outputs, record.targets).total()
+        G: dict[str, Tensor] = {}
+        for link in chain:
+            matrix = link.segment.pull_expected(matrix)
+            G[link.call.name] = matrix
+            if link is not chain.links[-1]:
+                matrix = link.call.rule.pull_expected(link.call.module, matrix)
+        return kronecker_blocks(chain, G)

@@ -1,0 +1,72 @@
+"""What every layer type tells the curvature, and which module has which rule."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from gaussnewton.perdatum import PerDatum
+
+
+class LayerRule(ABC):
+    """The meaning of one layer type: its factor Q, and the way back through it."""
+
+    @abstractmethod
+    def check(self, name: str, input: Tensor) -> None:
+        """Raise a named error where this call of the layer cannot be handled."""
+
+    @abstractmethod
+    def rows(self, module: Any, input: Tensor) -> Float[Tensor, "n columns"]:
+        """The vectors a_n that the layer's matrix ``[W | b]`` multiplies.
+
+        Only the columns that are trained: 1 for the bias if there is one, and none of the
+        inputs if the weight is frozen.
+        """
+
+    @abstractmethod
+    def input_moment(self, module: Any, input: Tensor) -> Float[Tensor, "columns columns"]:
+        """Q: the average of a aᵀ over data (eq. q2)."""
+
+    @abstractmethod
+    def pull(self, module: Any, matrices: PerDatum) -> PerDatum:
+        """Wᵀ M_n W for each datum."""
+
+    @abstractmethod
+    def pull_expected(
+        self, module: Any, G: Float[Tensor, "out out"]
+    ) -> Float[Tensor, "columns columns"]:
+        """Wᵀ G W for one matrix."""
+
+    @abstractmethod
+    def pull_rows(self, module: Any, rows: Tensor) -> Tensor:
+        """Vectors at the outputs, times W: gradients at the inputs."""
+
+
+_RULES: dict[type[nn.Module], LayerRule] = {}
+
+
+def register_layer(module: type[nn.Module]) -> Callable[[type[LayerRule]], type[LayerRule]]:
+    """Class decorator: this rule speaks for modules of that type."""
+
+    def add(rule: type[LayerRule]) -> type[LayerRule]:
+        _RULES[module] = rule()
+        return rule
+
+    return add
+
+
+def rule_for(module: nn.Module) -> LayerRule | None:
+    """The rule of a module's type; of a base type if the forward is the same; or None."""
+    for base in type(module).__mro__:
+        if base in _RULES:
+            return _RULES[base] if type(module).forward is base.forward else None
+    return None
+
+
+def supported_layers() -> list[str]:
+    """The names of the layer types that have a rule."""
+    return sorted(module.__name__ for module in _RULES)

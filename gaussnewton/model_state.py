@@ -1,0 +1,69 @@
+"""A model that is looked at is not to be changed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Run a block with gradients on, and leave the model and the random state as they were.
+
+    The modes, the buffers, the ``.grad`` fields and the global random states are those from
+    before the block once it ends, also when it raises. Buffers are exchanged for copies
+    rather than written back: a recorded graph may hold the very tensor that the forward pass
+    saw, and writing to it would invalidate the graph.
+
+    Attention is computed by its plain formula inside the block, because its fused kernels
+    cannot be differentiated twice.
+    """
+    modes = {module: module.training for module in model.modules()}
+    buffers = {module: dict(module._buffers) for module in model.modules()}
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    python_random = random.getstate()
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.random.fork_rng(devices=_cuda_devices(model)),
+            torch.backends.cudnn.flags(enabled=False),
+            sdpa_kernel(SDPBackend.MATH),
+        ):
+            _put(buffers, copies={})
+            model.zero_grad(set_to_none=True)  # what is accumulated inside goes elsewhere
+            yield
+    finally:
+        random.setstate(python_random)
+        _put(buffers)
+        for module, training in modes.items():
+            module.training = training
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+
+
+def _put(
+    buffers: dict[nn.Module, dict[str, Tensor | None]],
+    copies: dict[int, Tensor] | None = None,
+) -> None:
+    """Give each module its buffers, or, with a place to keep ``copies``, copies of them.
+
+    Two modules that share a buffer share its copy.
+    """
+    for module, own in buffers.items():
+        for name in [name for name in module._buffers if name not in own]:
+            del module._buffers[name]
+        for name, buffer in own.items():
+            if buffer is not None and copies is not None:
+                buffer = copies.setdefault(id(buffer), buffer.detach().clone())
+            module._buffers[name] = buffer
+
+
+def _cuda_devices(model: nn.Module) -> list[torch.device]:
+    """The CUDA devices whose random state a forward pass may advance."""
+    return sorted({p.device for p in model.parameters() if p.is_cuda}, key=str)

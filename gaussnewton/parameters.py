@@ -1,0 +1,148 @@
+r"""The parameter vector θ of the paper.
+
+The paper stacks the weight matrices column by column,
+
+.. math:: θ = [\mathrm{vec}(W_1)^T, \mathrm{vec}(W_2)^T, …, \mathrm{vec}(W_L)^T]^T,
+
+with the bias absorbed as the last column of each :math:`W_λ`. This file says how the
+parameters of a :class:`torch.nn.Module` form that vector: one :class:`Group` for each
+module that owns trainable parameters, in the order of ``model.named_modules()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from gaussnewton.errors import NoTrainableParametersError
+
+
+@dataclass(frozen=True)
+class Group:
+    """The trainable parameters of one module, seen as one matrix ``[W | b]``.
+
+    A weight with two or more dimensions gives the rows (its first dimension) and a bias
+    of that length is the last column. Parameters of any other shape are laid end to end
+    in a single row.
+    """
+
+    name: str
+    parameters: Mapping[str, nn.Parameter]
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, name: str, parameters: Mapping[str, nn.Parameter]) -> Group:
+        """Group a module's parameters, given by qualified name."""
+        rows = next((p.shape[0] for p in parameters.values() if p.ndim >= 2), 0)
+        fits = all(p.ndim >= 1 and p.shape[0] == rows for p in parameters.values())
+        biases = sum(p.ndim == 1 for p in parameters.values())
+        if not fits or biases > 1 or len(parameters) > biases + 1:
+            rows = 1
+        if rows == 0 and len(parameters) == 1:  # a bias that is trained alone
+            rows = next(iter(parameters.values())).numel()
+        rows = max(rows, 1)
+        columns = sum(p.numel() for p in parameters.values()) // rows
+        return cls(name, parameters, rows, columns)
+
+    @property
+    def size(self) -> int:
+        """How many numbers the group holds."""
+        return self.rows * self.columns
+
+    def matrix(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, "rows columns"]:
+        """Collect tensors shaped like the parameters into ``[W | b]``."""
+        return torch.cat([tensors[key].reshape(self.rows, -1) for key in self.parameters], dim=1)
+
+    def tensors(self, matrix: Float[Tensor, "rows columns"]) -> dict[str, Tensor]:
+        """Take ``[W | b]`` apart again; the inverse of :meth:`matrix`."""
+        widths = [p.numel() // self.rows for p in self.parameters.values()]
+        parts = matrix.split(widths, dim=1)
+        return {
+            key: part.reshape(p.shape)
+            for (key, p), part in zip(self.parameters.items(), parts, strict=True)
+        }
+
+
+class Theta:
+    """The layout of θ for one model.
+
+    Example:
+        >>> import torch, gaussnewton as gn
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh())
+        >>> theta = gn.Theta(model)
+        >>> theta.size, [(g.name, g.rows, g.columns) for g in theta]
+        (8, [('0', 2, 4)])
+        >>> v = theta.vector(dict(model.named_parameters()))
+        >>> torch.equal(v[:2], model[0].weight[:, 0])       # vec goes column by column
+        True
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        seen: set[int] = set()
+        self.groups: dict[str, Group] = {}
+        for name, module in model.named_modules():
+            own = {
+                f"{name}.{key}" if name else key: p
+                for key, p in module.named_parameters(recurse=False)
+                if p.requires_grad and id(p) not in seen
+            }
+            seen.update(id(p) for p in own.values())
+            if own:
+                self.groups[name] = Group.of(name, own)
+        if not self.groups:
+            raise NoTrainableParametersError(
+                f"{type(model).__name__} has no parameter with requires_grad=True, so there is "
+                "no curvature to compute. Unfreeze at least one layer."
+            )
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self.groups.values())
+
+    def __getitem__(self, name: str) -> Group:
+        return self.groups[name]
+
+    @property
+    def size(self) -> int:
+        """The length of θ."""
+        return sum(group.size for group in self)
+
+    @property
+    def slices(self) -> dict[str, slice]:
+        """Where each group lies in θ."""
+        result, start = {}, 0
+        for group in self:
+            result[group.name] = slice(start, start + group.size)
+            start += group.size
+        return result
+
+    def vector(self, tensors: Mapping[str, Tensor]) -> Float[Tensor, " p"]:
+        """Flatten tensors named and shaped like the parameters into one vector."""
+        return torch.cat([group.matrix(tensors).T.reshape(-1) for group in self])
+
+    def tensors(self, vector: Float[Tensor, " p"]) -> dict[str, Tensor]:
+        """Cut a vector into tensors named and shaped like the parameters."""
+        result: dict[str, Tensor] = {}
+        for name, matrix in self.matrices(vector).items():
+            result.update(self.groups[name].tensors(matrix))
+        return result
+
+    def matrices(self, vector: Float[Tensor, " p"]) -> dict[str, Float[Tensor, "rows columns"]]:
+        """Cut a vector into one matrix ``[W | b]`` a group."""
+        if vector.shape != (self.size,):
+            raise ValueError(
+                f"a vector of shape {tuple(vector.shape)} does not fit θ, which has {self.size} "
+                "entries; gn.Theta(model).vector(tensors) makes one that fits"
+            )
+        return {
+            group.name: vector[part].reshape(group.columns, group.rows).T
+            for group, part in zip(self, self.slices.values(), strict=True)
+        }
+
+    def join(self, matrices: Mapping[str, Tensor]) -> Float[Tensor, " p"]:
+        """Stack one matrix a group into a vector; the inverse of :meth:`matrices`."""
+        return torch.cat([matrices[group.name].T.reshape(-1) for group in self])

@@ -1,0 +1,69 @@
+"""What every form of a per-datum matrix can do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from jaxtyping import Float
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from gaussnewton.perdatum.roots import Roots
+
+Pullback = Callable[[Tensor], Tensor]
+"""``[k, n, d'] -> [k, n, d]``: the transposed Jacobian of each datum, on k rows at once."""
+
+
+class PerDatum(ABC):
+    """N positive semi-definite matrices M_n of size d × d, one for each datum.
+
+    The operations that move a matrix backwards may use the memory of the matrix they are
+    called on: use only what they return.
+    """
+
+    data: int
+    width: int
+
+    @abstractmethod
+    def total(self) -> Float[Tensor, "d d"]:
+        """The sum of all M_n."""
+
+    @abstractmethod
+    def product(self, v: Float[Tensor, "*k n d"]) -> Float[Tensor, "*k n d"]:
+        """M_n v_n for each datum."""
+
+    @abstractmethod
+    def scale(self, slope: Float[Tensor, "n d"]) -> PerDatum:
+        """B_n M_n B_n with B_n = diag(slope_n): back through an elementwise function."""
+
+    @abstractmethod
+    def pull(self, W: Float[Tensor, "d e"]) -> PerDatum:
+        """Wᵀ M_n W: back through a linear layer."""
+
+    @abstractmethod
+    def roots(self) -> Roots:
+        """The same matrices as M_n = R_nᵀ R_n."""
+
+    @abstractmethod
+    def select(self, part: slice) -> PerDatum:
+        """The matrices of some of the data."""
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """A bound on the rank of each M_n."""
+
+    def pull_through(self, pullback: Pullback) -> PerDatum:
+        """J_nᵀ M_n J_n for any function that treats each datum by itself."""
+        return self.roots().pull_through(pullback)
+
+    def dense(self) -> Float[Tensor, "n d d"]:
+        """All M_n, written out."""
+        R = self.roots().rows
+        return R.mT @ R
+
+    def quadratic(self, v: Float[Tensor, "n d"]) -> Float[Tensor, ""]:
+        """The sum of v_nᵀ M_n v_n."""
+        return (v * self.product(v)).sum()

@@ -1,0 +1,208 @@
+"""What lies between two layers: the function from h_λ to a_λ, and the way back through it.
+
+Found in the autograd graph, so it does not matter how it was written: a module, a
+functional call, a method, a lambda, dropout, a reshape, or several of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from gaussnewton.activations import REORDERS_NOTHING, RULES
+from gaussnewton.errors import UnsupportedGraphError
+from gaussnewton.gram import gram, widened
+from gaussnewton.perdatum import PerDatum
+from gaussnewton.perdatum.dense import psd_root
+from gaussnewton.probe import datum_matrices, diagonal_of, keeps_data_apart
+
+# How many numbers a general segment carries back at a time.
+_AT_ONCE = 2**24
+
+
+class Segment(ABC):
+    """The function between two layers, a = f(h), with Jacobian J_n at datum n."""
+
+    @abstractmethod
+    def pull(self, matrices: PerDatum, part: slice) -> PerDatum:
+        """J_nᵀ M_n J_n for the data of a part of the batch."""
+
+    @abstractmethod
+    def pull_expected(self, G: Float[Tensor, "e e"]) -> Float[Tensor, "d d"]:
+        """E[J_nᵀ G J_n], the step of KFRA (section 3.5)."""
+
+    @abstractmethod
+    def pull_rows(self, rows: Float[Tensor, "n e"]) -> Float[Tensor, "n d"]:
+        """J_nᵀ r_n: a gradient on its way back."""
+
+    @abstractmethod
+    def pull_hessian(
+        self, H: Float[Tensor, "n e e"], gradient: Float[Tensor, "n e"]
+    ) -> Float[Tensor, "n d d"]:
+        """J_nᵀ H_n J_n + Σ_i (∂E/∂a_i) ∇²a_i, the step of eq. hess:recursion."""
+
+
+class Identity(Segment):
+    """Nothing lies between, or nothing but a change of shape."""
+
+    def pull(self, matrices: PerDatum, part: slice) -> PerDatum:
+        del part
+        return matrices
+
+    def pull_expected(self, G: Float[Tensor, "e e"]) -> Float[Tensor, "d d"]:
+        return G
+
+    def pull_rows(self, rows: Float[Tensor, "n e"]) -> Float[Tensor, "n d"]:
+        return rows
+
+    def pull_hessian(
+        self, H: Float[Tensor, "n e e"], gradient: Float[Tensor, "n e"]
+    ) -> Float[Tensor, "n d d"]:
+        del gradient
+        return H
+
+
+class Elementwise(Segment):
+    """Entry by entry: J = B = diag(f'(h)), and the Hessian gains D = diag(f''(h) ∂E/∂a)."""
+
+    def __init__(self, slope: Tensor, bend: Callable[[], Tensor]) -> None:
+        self.slope: Float[Tensor, "n d"] = widened(slope.flatten(1))
+        self._bend = bend
+
+    @cached_property
+    def bend(self) -> Float[Tensor, "n d"]:
+        """f''(h)."""
+        return widened(self._bend().flatten(1))
+
+    def pull(self, matrices: PerDatum, part: slice) -> PerDatum:
+        return matrices.scale(self.slope[part])
+
+    def pull_expected(self, G: Float[Tensor, "e e"]) -> Float[Tensor, "d d"]:
+        return gram(self.slope).div_(self.slope.shape[0]).mul_(G)
+
+    def pull_rows(self, rows: Float[Tensor, "n e"]) -> Float[Tensor, "n d"]:
+        return rows * self.slope
+
+    def pull_hessian(
+        self, H: Float[Tensor, "n e e"], gradient: Float[Tensor, "n e"]
+    ) -> Float[Tensor, "n d d"]:
+        B = self.slope
+        return B.unsqueeze(2) * H * B.unsqueeze(1) + torch.diag_embed(self.bend * gradient)
+
+
+class General(Segment):
+    """Any other function that treats each datum by itself: softmax, a permutation, …
+
+    Its Jacobian is never formed; rows go back through autograd's own graph.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def pull(self, matrices: PerDatum, part: slice) -> PerDatum:
+        def pullback(rows: Float[Tensor, "k n e"]) -> Float[Tensor, "k n d"]:
+            # The graph knows only the whole batch: data outside the part get zeros.
+            whole = rows.new_zeros(rows.shape[0], self.path.data, rows.shape[2])
+            whole[:, part] = rows
+            return self.path.pull(whole)[:, part]
+
+        return matrices.pull_through(pullback)
+
+    def pull_expected(self, G: Float[Tensor, "e e"]) -> Float[Tensor, "d d"]:
+        n = self.path.data
+        total: Tensor | float = 0.0
+        for rows in psd_root(G.unsqueeze(0))[0].split(max(1, _AT_ONCE // (n * G.shape[0]))):
+            back = self.path.pull(rows.unsqueeze(1).expand(-1, n, -1))
+            total = total + gram(back.flatten(0, 1))
+        assert isinstance(total, Tensor)
+        return total / n
+
+    def pull_rows(self, rows: Float[Tensor, "n e"]) -> Float[Tensor, "n d"]:
+        return self.path.pull(rows.unsqueeze(0)).squeeze(0)
+
+    def pull_hessian(
+        self, H: Float[Tensor, "n e e"], gradient: Float[Tensor, "n e"]
+    ) -> Float[Tensor, "n d d"]:
+        half = self.path.pull(H.transpose(0, 1)).movedim(0, 1)  # n e d
+        both = self.path.pull(half.movedim(2, 0))  # d n d
+        return both.movedim(0, 1) + self.path.second_derivative(gradient)
+
+
+@dataclass(frozen=True)
+class Path:
+    """A stretch of the autograd graph, from the input of a layer to the output of another."""
+
+    end: GradientEdge
+    start: GradientEdge
+    like: Tensor  # shape, dtype and device at the end
+    nodes: Sequence[Any]
+
+    @property
+    def data(self) -> int:
+        """How many data there are."""
+        return self.like.shape[0]
+
+    def vjp(self, v: Tensor, create_graph: bool = False) -> Tensor:
+        """Jᵀ v, for v shaped as the end of the path."""
+        with torch.enable_grad():
+            (result,) = torch.autograd.grad(
+                [self.end], [self.start], [v], retain_graph=True, create_graph=create_graph
+            )
+        return result
+
+    def pull(self, rows: Float[Tensor, "k n e"]) -> Float[Tensor, "k n d"]:
+        """Jᵀ v for k rows of each datum at once."""
+        v = rows.to(self.like.dtype).reshape(rows.shape[0], *self.like.shape)
+        (result,) = torch.autograd.grad(
+            [self.end], [self.start], [v], retain_graph=True, is_grads_batched=True
+        )
+        return widened(result.flatten(2))
+
+    def second_derivative(self, v: Float[Tensor, "n e"]) -> Float[Tensor, "n d d"]:
+        """Σ_i v_i ∇²a_i of each datum."""
+        g = self.vjp(v.to(self.like.dtype).reshape(self.like.shape), create_graph=True)
+        if not g.requires_grad:  # the path is linear
+            return torch.zeros_like(g).flatten(1).diag_embed()
+        return datum_matrices(lambda u: self._differentiate(g, u), g)
+
+    def bend(self) -> Tensor:
+        """f'' of an elementwise path."""
+        slope = self.vjp(torch.ones_like(self.like), create_graph=True)
+        if not slope.requires_grad:
+            return torch.zeros_like(slope)
+        return self._differentiate(slope, torch.ones_like(slope))
+
+    def _differentiate(self, g: Tensor, v: Tensor) -> Tensor:
+        result = torch.autograd.grad(
+            [g], [self.start], [v], retain_graph=True, materialize_grads=True
+        )
+        return result[0]
+
+
+def segment_of(path: Path, between: str) -> Segment:
+    """Find out what a path is; ``between`` names its ends for an error."""
+    names = [node.name() for node in path.nodes]
+    if all(name in REORDERS_NOTHING for name in names):
+        return Identity()
+    known = [node for node in path.nodes if node.name() in RULES]
+    if len(known) == 1 and all(name in REORDERS_NOTHING or name in RULES for name in names):
+        slope, bend = RULES[known[0].name()](known[0])
+        return Elementwise(slope.reshape(path.data, -1), lambda: bend.reshape(path.data, -1))
+    diagonal = diagonal_of(path.vjp, path.like)
+    if diagonal is not None:
+        return Elementwise(diagonal, path.bend)
+    if not keeps_data_apart(path.vjp, path.like):
+        raise UnsupportedGraphError(
+            f"what lies between {between} ({', '.join(dict.fromkeys(names))}) mixes the data of "
+            "a batch, as batch normalisation in training mode does. The curvature of one datum "
+            "is not defined there: call model.eval() first, or take it out."
+        )
+    return General(path)

@@ -1,0 +1,172 @@
+"""What each layer and the criterion saw in a forward pass.
+
+Hooks note every call of a layer that has trainable parameters: the value of its input,
+and where input and output lie in the autograd graph. Places in the graph, not tensors,
+because an in-place activation overwrites the output tensor right after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from gaussnewton.errors import RecordError, UnsupportedLayerError
+from gaussnewton.layers.rule import LayerRule, rule_for, supported_layers
+from gaussnewton.losses import Geometry, geometry_of
+from gaussnewton.parameters import Theta
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of one layer."""
+
+    name: str
+    module: nn.Module
+    rule: LayerRule
+    input: Tensor
+    input_edge: GradientEdge | None
+    output_edge: GradientEdge
+    width: int
+    version: int
+
+    def unspoiled_input(self) -> Tensor:
+        """The input, if nobody has overwritten it since."""
+        if self.input._version != self.version:
+            raise RecordError(
+                f"the input of layer '{self.name}' was changed in place after the layer read it, "
+                "so its second moment is lost. Use the out-of-place operation there."
+            )
+        return self.input
+
+
+@dataclass(frozen=True)
+class Record:
+    """One forward pass and the criterion's call at its end."""
+
+    theta: Theta
+    calls: list[LayerCall]
+    geometry: Geometry
+    outputs: Tensor
+    targets: Any
+    loss: Tensor
+
+    @property
+    def data(self) -> int:
+        """How many data the batch has."""
+        return self.outputs.shape[0]
+
+
+class Tape:
+    """Records the calls of a model's layers and of its criterion.
+
+    Used as a context; what was recorded is in :attr:`record` afterwards. The model and the
+    criterion are left without hooks, however the context is left.
+
+    Example:
+        >>> import torch, gaussnewton as gn
+        >>> model, criterion = torch.nn.Linear(3, 2), torch.nn.CrossEntropyLoss()
+        >>> x, y = torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
+        >>> with gn.Tape(model, criterion) as tape:
+        ...     loss = criterion(model(x), y)
+        >>> blocks = gn.KFLR()(tape.record)
+        >>> blocks[""].Q.shape, blocks[""].G.shape
+        (torch.Size([4, 4]), torch.Size([2, 2]))
+    """
+
+    def __init__(self, model: nn.Module, criterion: nn.Module) -> None:
+        self.model, self.criterion = model, criterion
+        self.theta = Theta(model)
+        self.geometry = geometry_of(criterion)
+        self._layers = _recorded_layers(model, self.theta)
+        self._handles: list[RemovableHandle] = []
+        self._calls: list[LayerCall] = []
+        self._record: Record | None = None
+
+    @property
+    def record(self) -> Record:
+        """The last forward pass that ended in a call of the criterion."""
+        if self._record is None:
+            raise RecordError(
+                f"the tape holds no call of {type(self.criterion).__name__}: the criterion was "
+                "called outside the record, or under no_grad, or not at all. Call both the model "
+                "and this very criterion object inside `with gn.Tape(model, criterion):`."
+            )
+        return self._record
+
+    def __enter__(self) -> Tape:
+        for name, module, rule in self._layers:
+            hook = self._layer_hook(name, rule)
+            # First in line, so that what other hooks do to the output lies behind the layer.
+            self._handles.append(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
+        self._handles.append(self.criterion.register_forward_pre_hook(self._before_criterion))
+        self._handles.append(self.criterion.register_forward_hook(self._after_criterion))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _layer_hook(self, name: str, rule: LayerRule) -> Callable[..., None]:
+        def hook(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+        ) -> None:
+            if not (torch.is_grad_enabled() and output.requires_grad):
+                return
+            input = args[0] if args else kwargs["input"]
+            rule.check(name, input)
+            self._calls.append(
+                LayerCall(
+                    name=name,
+                    module=module,
+                    rule=rule,
+                    input=input.detach(),
+                    input_edge=get_gradient_edge(input) if input.requires_grad else None,
+                    output_edge=get_gradient_edge(output),
+                    width=output[0].numel(),
+                    version=input._version,
+                )
+            )
+
+        return hook
+
+    def _before_criterion(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.is_grad_enabled():
+            self.geometry.check(*self.geometry.bind(*args))
+
+    def _after_criterion(self, _: nn.Module, args: tuple[Any, ...], loss: Tensor) -> None:
+        if not torch.is_grad_enabled():
+            return
+        outputs, targets = self.geometry.bind(*args)
+        if not outputs.requires_grad or not self._calls:
+            raise RecordError(
+                f"{type(self.criterion).__name__} was called on outputs that do not come from "
+                f"the recorded {type(self.model).__name__}: they are detached, or were computed "
+                "outside the record. Call the model inside `with gn.Tape(model, criterion):`."
+            )
+        calls, self._calls = self._calls, []
+        self._record = Record(self.theta, calls, self.geometry, outputs, targets, loss)
+
+
+def _recorded_layers(model: nn.Module, theta: Theta) -> list[tuple[str, nn.Module, LayerRule]]:
+    """The modules to record: all that have a rule; every trained one must have."""
+    layers = []
+    for name, module in model.named_modules():
+        rule = rule_for(module)
+        if rule is not None:
+            layers.append((name, module, rule))
+        elif name in theta.groups:
+            own = ", ".join(theta[name].parameters)
+            raise UnsupportedLayerError(
+                f"layer '{name or type(model).__name__}' of type {type(module).__name__} has "
+                f"trainable parameters ({own}) and no curvature rule. Supported layers: "
+                f"{', '.join(supported_layers())}. Freeze it with requires_grad_(False) to leave "
+                "it out of the curvature, or register a rule with gn.layers.register_layer."
+            )
+    return layers
