@@ -12,30 +12,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Derivatives = Callable[[Any], tuple[Tensor, Tensor]]
+Derivatives = Callable[[Any], tuple[Tensor, Callable[[], Tensor]]]
+"""From a node of the graph to f' and, when asked for, f''."""
 
 
-def _tanh(node: Any) -> tuple[Tensor, Tensor]:
+def _tanh(node: Any) -> tuple[Tensor, Callable[[], Tensor]]:
     f = node._saved_result.detach()
-    slope = 1 - f.square()
-    return slope, -2 * f * slope
+    slope = torch.addcmul(torch.ones((), dtype=f.dtype, device=f.device), f, f, value=-1)
+    return slope, lambda: -2 * f * slope
 
 
-def _sigmoid(node: Any) -> tuple[Tensor, Tensor]:
+def _sigmoid(node: Any) -> tuple[Tensor, Callable[[], Tensor]]:
     f = node._saved_result.detach()
-    slope = f * (1 - f)
-    return slope, slope * (1 - 2 * f)
+    slope = torch.addcmul(f, f, f, value=-1)
+    return slope, lambda: slope * (1 - 2 * f)
 
 
-def _relu(node: Any) -> tuple[Tensor, Tensor]:
+def _relu(node: Any) -> tuple[Tensor, Callable[[], Tensor]]:
     f = node._saved_result.detach()
-    return (f > 0).to(f.dtype), torch.zeros((), dtype=f.dtype, device=f.device).expand_as(f)
+    return (f > 0).to(f.dtype), lambda: torch.zeros_like(f)
 
 
-def _leaky_relu(node: Any) -> tuple[Tensor, Tensor]:
+def _leaky_relu(node: Any) -> tuple[Tensor, Callable[[], Tensor]]:
     h = node._saved_self.detach()
     slope = torch.where(h > 0, torch.ones_like(h), node._saved_negative_slope)
-    return slope, torch.zeros((), dtype=h.dtype, device=h.device).expand_as(h)
+    return slope, lambda: torch.zeros_like(h)
 
 
 RULES: dict[str, Derivatives] = {

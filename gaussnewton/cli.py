@@ -21,10 +21,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     shown = commands.add_parser(
         "demo",
-        help="train a small network on generated data by damped Gauss-Newton steps, beside "
-        "gradient descent and Adam, and check its curvature",
+        help="train a small autoencoder of generated curves by damped Gauss-Newton steps, "
+        "beside Adam, and check its curvature",
     )
-    shown.add_argument("--updates", type=_positive, default=60, help="default: %(default)s")
+    shown.add_argument("--updates", type=_positive, default=100, help="default: %(default)s")
     shown.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     options = parser.parse_args(arguments)
     demo(updates=options.updates, seed=options.seed)

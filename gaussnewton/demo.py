@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
+from gaussnewton import exact
 from gaussnewton.diagnostics import verify
 from gaussnewton.estimate import curvature
+from gaussnewton.parameters import Theta
 
 Batch = tuple[Tensor, Tensor]
+Losses = list[float]
 
 
-def demo(updates: int = 60, seed: int = 0) -> dict[str, list[float]]:
-    """Train a small network three ways on two interleaved spirals, then check its curvature.
+def demo(updates: int = 100, seed: int = 0) -> dict[str, Losses]:
+    """Train a small autoencoder of generated curves in several ways, then check its curvature.
 
     Prints a table of losses and the table of :func:`~gaussnewton.verify`.
 
@@ -27,98 +32,99 @@ def demo(updates: int = 60, seed: int = 0) -> dict[str, list[float]]:
         >>> import contextlib, io, gaussnewton.demo
         >>> with contextlib.redirect_stdout(io.StringIO()):
         ...     losses = gaussnewton.demo.demo(updates=2)
-        >>> {name: len(history) for name, history in losses.items()}
-        {'Adam 1e-2': 3, 'momentum 0.1': 3, 'Gauss-Newton (KFLR)': 3}
+        >>> [len(history) for history in losses.values()]
+        [3, 3, 3, 3, 3]
     """
     torch.manual_seed(seed)
-    batch = two_spirals(500)
-    start = nn.Sequential(
-        nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2)
-    )
-    ways: dict[str, Callable[[nn.Module, nn.Module, Batch, int], list[float]]] = {
-        "Adam 1e-2": _adam,
-        "momentum 0.1": _momentum,
-        "Gauss-Newton (KFLR)": _gauss_newton,
+    images = curves(500, side=12)
+    batch, criterion = (images, images), nn.BCEWithLogitsLoss()
+    start = autoencoder([144, 64, 32, 8, 32, 64, 144])
+    ways: dict[str, Callable[[nn.Module], Losses]] = {
+        f"Adam {rate:g}": partial(
+            adam, criterion=criterion, batch=batch, updates=updates, rate=rate
+        )
+        for rate in (1e-3, 1e-2, 3e-2)
     }
+    for method in ("kfra", "kflr"):
+        ways[f"Gauss-Newton, {method.upper()}"] = partial(
+            gauss_newton, criterion=criterion, batch=batch, updates=updates, method=method
+        )
     print(
-        f"Two interleaved spirals, 500 points, network 2-32-32-2 with tanh, {updates} updates on "
-        "the whole batch.\nCross-entropy after some of them:\n"
+        "500 generated images of curves, 12 x 12; autoencoder 144-64-32-8-32-64-144, tanh;\n"
+        f"{updates} updates on the whole batch. Cross-entropy per pixel after some of them:\n"
     )
-    criterion, losses, models = nn.CrossEntropyLoss(), {}, {}
+    losses, model = {}, start
+    shown = sorted({0, updates // 10, updates // 5, updates // 2, updates})
     for name, train in ways.items():
-        models[name] = copy.deepcopy(start)
-        losses[name] = train(models[name], criterion, batch, updates)
-    shown = sorted({0, updates // 6, updates // 3, 2 * updates // 3, updates})
+        model = copy.deepcopy(start)
+        losses[name] = train(model)
     rows = [[name, *(f"{history[i]:.4f}" for i in shown)] for name, history in losses.items()]
-    print(tabulate(rows, ["", *(f"update {i}" for i in shown)], disable_numparse=True))
+    print(tabulate(rows, ["update", *map(str, shown)], disable_numparse=True))
     print("\nThe curvature blocks of the network trained last, beside the exact ones:\n")
-    verify(models["Gauss-Newton (KFLR)"], criterion, batch)
+    verify(model, criterion, batch)
     return losses
 
 
-def two_spirals(count: int) -> Batch:
-    """Points on two spirals wound around each other, and which of the two each is on."""
-    label = torch.arange(count) % 2
-    angle = 3 * torch.pi * torch.rand(count).sqrt()
-    radius = angle / (3 * torch.pi)
-    turn = angle + torch.pi * label
-    points = torch.stack([radius * turn.cos(), radius * turn.sin()], dim=1)
-    return 2 * points + 0.02 * torch.randn(count, 2), label
+def curves(count: int, side: int) -> Tensor:
+    """Images of smooth curves that three random points bend, one image a row."""
+    axis = torch.linspace(-1, 1, side)
+    across, down = torch.meshgrid(axis, axis, indexing="ij")
+    first, middle, last = (1.6 * torch.rand(3, count, 1, 2) - 0.8).unbind()
+    s = torch.linspace(0, 1, 2 * side)[None, :, None]
+    points = (1 - s) ** 2 * first + 2 * s * (1 - s) * middle + s**2 * last
+    x, y = points[..., 0, None, None], points[..., 1, None, None]
+    distance = ((across - x) ** 2 + (down - y) ** 2).amin(1)
+    return torch.exp(-distance / 0.02).flatten(1)
 
 
-def _gauss_newton(
-    model: nn.Module, criterion: nn.Module, batch: Batch, updates: int
-) -> list[float]:
-    """Damped block Gauss-Newton steps; the damping follows whether the loss fell.
+def autoencoder(sizes: Sequence[int]) -> nn.Sequential:
+    """Linear layers of these sizes with tanh between."""
+    layers: list[nn.Module] = []
+    for a, b in pairwise(sizes):
+        layers += [nn.Linear(a, b), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
 
-    This is the method by hand, without the step size and damping rules of the paper.
+
+def gauss_newton(
+    model: nn.Module, criterion: nn.Module, batch: Batch, updates: int, method: str
+) -> Losses:
+    """Damped block steps, their length from the full Gauss-Newton matrix (appendix B.2).
+
+    The method by hand, from the public parts, with one damping τ for everything.
     """
     x, y = batch
-    parameters, damping, history = dict(model.named_parameters()), 1e-2, []
+    theta, parameters = Theta(model), dict(model.named_parameters())
+    tau, history = 0.1, []
     for _ in range(updates):
         loss = criterion(model(x), y)
-        gradient = dict(
-            zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True)
-        )
+        gradients = torch.autograd.grad(loss, list(parameters.values()))
+        g = theta.vector(dict(zip(parameters, gradients, strict=True)))
+        product = exact.gauss_newton_product(model, criterion, batch, damping=tau)
+        direction = curvature(model, criterion, batch, method=method).solve(g, damping=tau)
+        alpha = (g @ direction) / (direction @ product(direction))
+        predicted = -0.5 * alpha * (g @ direction)
         history.append(loss.item())
-        blocks = curvature(model, criterion, batch, method="kflr")
         with torch.no_grad():
-            while damping < 1e6:
-                step = blocks.solve(gradient, damping)
-                _move(parameters, step, -1.0)
-                if criterion(model(x), y) < loss:
-                    damping = max(damping / 2, 1e-7)
-                    break
-                _move(parameters, step, 1.0)
-                damping *= 3
+            move(parameters, theta.tensors(direction), -alpha)
+            change = criterion(model(x), y) - loss
+            if change > 0:
+                move(parameters, theta.tensors(direction), alpha)
+        rho = float(change / predicted)
+        tau *= 0.7 if rho > 0.75 else 1.0 if rho > 0.25 else 1.4 if rho > 0 else 4.0
     history.append(criterion(model(x), y).item())
     return history
 
 
-def _move(parameters: dict[str, nn.Parameter], step: dict[str, Tensor], sign: float) -> None:
+def move(parameters: dict[str, nn.Parameter], step: dict[str, Tensor], length: Tensor) -> None:
+    """Add a multiple of a step to the parameters."""
     for name, parameter in parameters.items():
-        parameter.add_(step[name], alpha=sign)
+        parameter.add_(length * step[name])
 
 
-def _adam(model: nn.Module, criterion: nn.Module, batch: Batch, updates: int) -> list[float]:
-    return _first_order(
-        torch.optim.Adam(model.parameters(), lr=1e-2), model, criterion, batch, updates
-    )
-
-
-def _momentum(model: nn.Module, criterion: nn.Module, batch: Batch, updates: int) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return _first_order(optimizer, model, criterion, batch, updates)
-
-
-def _first_order(
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    criterion: nn.Module,
-    batch: Batch,
-    updates: int,
-) -> list[float]:
+def adam(model: nn.Module, criterion: nn.Module, batch: Batch, updates: int, rate: float) -> Losses:
+    """The same number of updates by ``torch.optim.Adam``."""
     x, y = batch
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     history = []
     for _ in range(updates):
         optimizer.zero_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -15,6 +15,8 @@ from gaussnewton.estimators import Estimator, estimator_of
 from gaussnewton.losses import Loss
 from gaussnewton.model_state import unchanged
 from gaussnewton.tape import Tape
+
+_SECONDS_BEFORE_BAR = 2
 
 
 def curvature(
@@ -82,13 +84,13 @@ def _of_batch(
     )
 
 
-def _shown(batches: Iterable[Batch], data: Any, progress: bool) -> Iterator[Batch]:
-    total = len(data) if hasattr(data, "__len__") and not isinstance(batches, list) else None
-    yield from tqdm(
+def _shown(batches: Iterable[Batch], data: Any, progress: bool) -> Iterable[Batch]:
+    if not progress or isinstance(data, tuple):
+        return batches
+    return tqdm(
         batches,
-        total=total,
+        total=len(data) if hasattr(data, "__len__") else None,
         desc="curvature",
         unit="batch",
-        delay=2,
-        disable=not progress or isinstance(batches, list),
+        delay=_SECONDS_BEFORE_BAR,
     )

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-# Below this width one multiplication of the whole beats the panels; measured on CPU.
+# Panels narrower than this lose more to the multiplication's start than they save; measured
+# on CPU, where the product of 9000 × 1000 takes 0.7 of the time of a full multiplication.
 _PANEL = 200
 
 
-def gram(rows: Float[Tensor, "n d"]) -> Float[Tensor, "d d"]:
-    """The Gram matrix XᵀX of rows X, in float32 or wider.
+def gram(
+    rows: Float[Tensor, "n d"], scale: float = 1.0, out: Float[Tensor, "d d"] | None = None
+) -> Float[Tensor, "d d"]:
+    """The Gram matrix scale · XᵀX of rows X, in float32 or wider.
 
-    Only the lower triangle is multiplied, in panels of columns, and then mirrored: the
-    result is exactly symmetric and costs a little over half of a full product.
+    Only the panels on and above the diagonal are multiplied; the rest is mirrored.
+
+    Args:
+        rows: X.
+        scale: a factor, at no cost.
+        out: where to write, of the widened dtype.
 
     Example:
         >>> import torch
@@ -27,16 +34,12 @@ def gram(rows: Float[Tensor, "n d"]) -> Float[Tensor, "d d"]:
     """
     rows = widened(rows)
     d = rows.shape[1]
+    result = rows.new_empty(d, d) if out is None else out
     panels = max(1, round(d / _PANEL))
-    if panels == 1:
-        product = rows.T @ rows
-        return (product + product.T).mul_(0.5)
-    result = rows.new_empty(d, d)
-    edges = [i * d // panels for i in range(panels + 1)]
-    for start, stop in itertools.pairwise(edges):
-        panel = rows[:, start:].T @ rows[:, start:stop]
-        result[start:, start:stop] = panel
-        result[start:stop, start:] = panel.T
+    for start, stop in pairwise(i * d // panels for i in range(panels + 1)):
+        panel = result[start:stop, start:]
+        torch.addmm(panel, rows[:, start:stop].T, rows[:, start:], beta=0, alpha=scale, out=panel)
+        result[stop:, start:stop] = result[start:stop, stop:].T
     return result
 
 

@@ -86,7 +86,7 @@ class Elementwise(Segment):
         return matrices.scale(self.slope[part])
 
     def pull_expected(self, G: Float[Tensor, "e e"]) -> Float[Tensor, "d d"]:
-        return gram(self.slope).div_(self.slope.shape[0]).mul_(G)
+        return gram(self.slope, 1 / self.slope.shape[0]).mul_(G)
 
     def pull_rows(self, rows: Float[Tensor, "n e"]) -> Float[Tensor, "n d"]:
         return rows * self.slope
@@ -121,9 +121,9 @@ class General(Segment):
         total: Tensor | float = 0.0
         for rows in psd_root(G.unsqueeze(0))[0].split(max(1, _AT_ONCE // (n * G.shape[0]))):
             back = self.path.pull(rows.unsqueeze(1).expand(-1, n, -1))
-            total = total + gram(back.flatten(0, 1))
+            total = total + gram(back.flatten(0, 1), 1 / n)
         assert isinstance(total, Tensor)
-        return total / n
+        return total
 
     def pull_rows(self, rows: Float[Tensor, "n e"]) -> Float[Tensor, "n d"]:
         return self.path.pull(rows.unsqueeze(0)).squeeze(0)
@@ -195,7 +195,7 @@ def segment_of(path: Path, between: str) -> Segment:
     known = [node for node in path.nodes if node.name() in RULES]
     if len(known) == 1 and all(name in REORDERS_NOTHING or name in RULES for name in names):
         slope, bend = RULES[known[0].name()](known[0])
-        return Elementwise(slope.reshape(path.data, -1), lambda: bend.reshape(path.data, -1))
+        return Elementwise(slope.reshape(path.data, -1), lambda: bend().reshape(path.data, -1))
     diagonal = diagonal_of(path.vjp, path.like)
     if diagonal is not None:
         return Elementwise(diagonal, path.bend)

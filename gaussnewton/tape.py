@@ -129,7 +129,7 @@ class Tape:
                     input=input.detach(),
                     input_edge=get_gradient_edge(input) if input.requires_grad else None,
                     output_edge=get_gradient_edge(output),
-                    width=output[0].numel(),
+                    width=output.shape[1:].numel(),
                     version=input._version,
                 )
             )

@@ -62,7 +62,16 @@ class Verification:
         return all(row.ok for row in self.rows)
 
     def __str__(self) -> str:
-        headers = ["layer", "method", "[W | b]", "Q error", "G error", "block error", "cosine", ""]
+        headers = [
+            "layer",
+            "method",
+            "[W | b]",
+            "Q error",
+            "G error",
+            "block error",
+            "cosine",
+            "verdict",
+        ]
         body = [
             [
                 row.layer or "(model)",
@@ -85,9 +94,9 @@ class Verification:
         )
         of = "" if self.data == self.given else f" of the batch's {self.given}"
         note = (
-            f"Relative errors against autograd on {self.data} data{of}. Exact must be: Q always, "
-            f"G for kflr, the block\nfor hessian, all to {self.tolerance:.0e}. The block error "
-            "is what E[Q ⊗ G] ≈ E[Q] ⊗ E[G] leaves out."
+            f"Relative errors against autograd on {self.data} data{of}. Must be exact to "
+            f"{self.tolerance:.0e}: Q always, G for\nkflr, the block for hessian. The block "
+            "error is what E[Q ⊗ 𝒢] ≈ E[Q] ⊗ E[𝒢] leaves out; the verdict is on G."
         )
         return f"{table}\n{note}\n{'All as promised.' if self.ok else 'NOT as promised.'}"
 

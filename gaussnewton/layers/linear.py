@@ -36,14 +36,15 @@ class LinearRule(LayerRule):
         a = widened(input)
         if not module.weight.requires_grad:
             return a.new_ones(1, 1)
-        Q = gram(a).div_(a.shape[0])
+        n, d = a.shape
         if not _trains_bias(module):
-            return Q
+            return gram(a, 1 / n)
         # Bordering Q by the mean of a saves writing the inputs again with a 1 beside them.
-        bordered = Q.new_ones(Q.shape[0] + 1, Q.shape[0] + 1)
-        bordered[:-1, :-1] = Q
-        bordered[-1, :-1] = bordered[:-1, -1] = a.mean(0)
-        return bordered
+        Q = a.new_empty(d + 1, d + 1)
+        gram(a, 1 / n, out=Q[:-1, :-1])
+        Q[-1, :-1] = Q[:-1, -1] = a.mean(0)
+        Q[-1, -1] = 1
+        return Q
 
     def pull(self, module: nn.Linear, matrices: PerDatum) -> PerDatum:
         return matrices.pull(widened(module.weight.detach()))

@@ -39,10 +39,12 @@ class CategoricalGeometry(Geometry):
             )
         if not targets.is_floating_point():
             counted = targets[targets != self.criterion.ignore_index]
-            if (
-                counted.numel()
-                and not 0 <= int(counted.min()) <= int(counted.max()) < (outputs.shape[1])
-            ):
+            if not counted.numel():
+                raise BatchError(
+                    f"{name}: all {targets.numel()} targets are ignore_index "
+                    f"({self.criterion.ignore_index}), so the batch has no loss. Skip it."
+                )
+            if not 0 <= int(counted.min()) <= int(counted.max()) < outputs.shape[1]:
                 raise BatchError(
                     f"{name}: class indices run from {int(counted.min())} to "
                     f"{int(counted.max())}, but the outputs have {outputs.shape[1]} classes."
@@ -118,7 +120,7 @@ class NLLGeometry(CategoricalGeometry):
         super().check(outputs, targets)
         if targets.is_floating_point():
             raise BatchError("NLLLoss: targets must be class indices.")
-        total = outputs.logsumexp(1)
+        total = outputs.detach().logsumexp(1)
         if not torch.allclose(total, torch.zeros_like(total), atol=1e-3):
             raise BatchError(
                 "NLLLoss got outputs that are not log-probabilities: the probabilities of some "

@@ -96,4 +96,10 @@ def _fitted(var: Tensor, mean: Tensor) -> Tensor:
     """The variance in the shape of the mean; torch allows one for each row, or one for all."""
     if var.shape == mean.shape[:-1]:
         var = var.unsqueeze(-1)
-    return var.expand_as(mean)
+    try:
+        return var.expand_as(mean)
+    except RuntimeError as error:
+        raise BatchError(
+            f"GaussianNLLLoss: means have shape {tuple(mean.shape)} but variances "
+            f"{tuple(var.shape)}; give one for each element, each row, or all."
+        ) from error

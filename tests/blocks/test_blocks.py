@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gaussnewton as gn
+from gaussnewton.blocks import Block, DenseBlock, KroneckerBlock
+
+F64 = torch.float64
+
+
+def psd(d: int, rank: int | None = None, dtype: torch.dtype = F64) -> Tensor:
+    A = torch.randn(d, rank or d + 2, dtype=dtype)
+    return A @ A.T / d
+
+
+def kronecker(rows: int = 3, columns: int = 4) -> KroneckerBlock:
+    return KroneckerBlock(Q=psd(columns), G=psd(rows))
+
+
+def dense(rows: int = 3, columns: int = 4) -> DenseBlock:
+    return DenseBlock(psd(rows * columns), rows, columns)
+
+
+def vec(V: Tensor) -> Tensor:
+    """Column by column, with a loop."""
+    return torch.stack([V[i, j] for j in range(V.shape[1]) for i in range(V.shape[0])])
+
+
+@pytest.mark.parametrize("make", [kronecker, dense])
+def test_against_the_dense_matrix(make) -> None:
+    block: Block = make()
+    C, V, k = block.dense(), torch.randn(3, 4, dtype=F64), 0.3
+    damped = C + k * torch.eye(12, dtype=F64)
+    torch.testing.assert_close(vec(block @ V), C @ vec(V))
+    torch.testing.assert_close(vec(block.solve(V, k)), torch.linalg.solve(damped, vec(V)))
+    torch.testing.assert_close(block.trace(), C.trace())
+    torch.testing.assert_close(block.logdet(k), torch.logdet(damped))
+
+
+def test_dense_form_is_kron_of_q_and_g() -> None:
+    block = kronecker(2, 3)
+    C = block.dense()
+    for b in range(3):
+        for d in range(3):
+            tile = C[2 * b : 2 * b + 2, 2 * d : 2 * d + 2]
+            torch.testing.assert_close(tile, block.Q[b, d] * block.G)
+
+
+def test_factored_damping_is_that_of_the_paper() -> None:
+    block, V, k = kronecker(), torch.randn(3, 4, dtype=F64), 0.7
+    trace_Q, trace_G = block.Q.trace(), block.G.trace()
+    omega = ((trace_Q * 3) / (trace_G * 4)).sqrt()
+    torch.testing.assert_close(block.omega(), omega)
+    Q = block.Q + omega * k**0.5 * torch.eye(4, dtype=F64)
+    G = block.G + k**0.5 / omega * torch.eye(3, dtype=F64)
+    expected = torch.linalg.solve(torch.kron(Q, G), vec(V))
+    torch.testing.assert_close(vec(block.solve(V, k, "factored")), expected)
+    torch.testing.assert_close(block.logdet(k, "factored"), torch.logdet(torch.kron(Q, G)))
+
+
+@pytest.mark.parametrize("zero", ["Q", "G"])
+def test_omega_of_a_zero_factor_is_one(zero: str) -> None:
+    factors = {"Q": psd(4), "G": psd(3)}
+    factors[zero] = torch.zeros_like(factors[zero])
+    block = KroneckerBlock(**factors)
+    assert block.omega() == 1
+    V = torch.ones(3, 4, dtype=F64)
+    assert block.solve(V, 0.1, "factored").isfinite().all()
+    torch.testing.assert_close(block.solve(V, 0.1), V / 0.1)
+
+
+@pytest.mark.parametrize("inversion", ["exact", "factored"])
+def test_samples_have_the_inverse_as_covariance(inversion: str) -> None:
+    block, k = kronecker(2, 2), 0.5
+    inverse = block.invert(k, inversion)
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.stack([vec(inverse.sample(generator)) for _ in range(20_000)])
+    columns = [vec(inverse.solve(e.reshape(2, 2).T)) for e in torch.eye(4, dtype=F64)]
+    expected = torch.stack(columns, dim=1)
+    covariance = draws.T @ draws / len(draws)
+    assert (covariance - expected).norm() / expected.norm() < 0.05
+
+
+def test_dense_samples_have_the_inverse_as_covariance() -> None:
+    block = dense(2, 2)
+    inverse, generator = block.invert(0.5), torch.Generator().manual_seed(0)
+    draws = torch.stack([vec(inverse.sample(generator)) for _ in range(20_000)])
+    expected = torch.linalg.inv(block.dense() + 0.5 * torch.eye(4, dtype=F64))
+    assert (draws.T @ draws / len(draws) - expected).norm() / expected.norm() < 0.05
+
+
+@pytest.mark.parametrize("make", [kronecker, dense])
+def test_running_average(make) -> None:
+    old, new = make(), make()
+    mixed = old.average(new, decay=0.9)
+    if isinstance(old, KroneckerBlock):
+        torch.testing.assert_close(mixed.Q, 0.9 * old.Q + 0.1 * new.Q)
+        torch.testing.assert_close(mixed.G, 0.9 * old.G + 0.1 * new.G)
+    else:
+        torch.testing.assert_close(mixed.dense(), 0.9 * old.dense() + 0.1 * new.dense())
+
+
+def test_singular_blocks_without_damping_are_refused_by_name() -> None:
+    V = torch.ones(3, 4, dtype=F64)
+    block = KroneckerBlock(Q=torch.zeros(4, 4, dtype=F64), G=psd(3))
+    with pytest.raises(gn.errors.FactorisationError, match="damping above zero"):
+        block.solve(V, 0.0)
+    with pytest.raises(gn.errors.FactorisationError, match=r"factor Q.*more damping"):
+        block.solve(V, 0.0, "factored")
+    indefinite = DenseBlock(-torch.eye(12, dtype=F64), 3, 4)
+    with pytest.raises(gn.errors.FactorisationError, match="row 1 of 12"):
+        indefinite.solve(V, 0.5)
+    with pytest.raises(ValueError, match="not be negative"):
+        kronecker().solve(V, -1.0)
+    with pytest.raises(ValueError, match='"exact" or "factored"'):
+        kronecker().solve(V, 1.0, "both")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no factors"):
+        dense().solve(V, 1.0, "factored")
+
+
+@pytest.fixture
+def problem() -> tuple[nn.Module, nn.Module, tuple[Tensor, Tensor]]:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2, bias=False)).double()
+    return model, nn.CrossEntropyLoss(), (torch.randn(6, 4).double(), torch.randint(2, (6,)))
+
+
+@pytest.mark.parametrize("method", ["kflr", "hessian"])
+def test_curvature_acts_on_theta(problem, method: str) -> None:
+    model, criterion, batch = problem
+    curvature = gn.curvature(model, criterion, batch, method=method)
+    C = curvature.dense()
+    size = sum(p.numel() for p in model.parameters())
+    assert C.shape == (size, size)
+    v = torch.randn(size, dtype=F64)
+    damped = C + 2.0 * torch.eye(size, dtype=F64)
+    torch.testing.assert_close(curvature @ v, C @ v)
+    torch.testing.assert_close(curvature.solve(v, 2.0), torch.linalg.solve(damped, v))
+    torch.testing.assert_close(curvature.trace(), C.trace())
+    torch.testing.assert_close(curvature.logdet(2.0), torch.logdet(damped))
+    theta = gn.Theta(model)
+    by_name = curvature @ theta.tensors(v)
+    torch.testing.assert_close(theta.vector(by_name), C @ v)
+    assert {k: t.shape for k, t in by_name.items()} == {
+        k: p.shape for k, p in model.named_parameters()
+    }
+    drawn = curvature.sample(2.0, torch.Generator().manual_seed(0))
+    assert drawn.keys() == by_name.keys()
+
+
+@pytest.mark.parametrize("method", ["kflr", "hessian"])
+def test_saved_and_loaded(problem, method: str) -> None:
+    model, criterion, batch = problem
+    curvature = gn.curvature(model, criterion, batch, method=method)
+    file = io.BytesIO()
+    torch.save(curvature.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    again = gn.Curvature.from_state_dict(model, state)
+    assert (again.data, again.weight) == (curvature.data, curvature.weight)
+    torch.testing.assert_close(again.dense(), curvature.dense(), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="does not fit layer ''"):
+        gn.Curvature.from_state_dict(nn.Linear(2, 2), state)
+
+
+def test_unknown_block_and_vector_of_the_wrong_size(problem) -> None:
+    model, criterion, batch = problem
+    curvature = gn.curvature(model, criterion, batch)
+    with pytest.raises(KeyError, match="there are '0', '2'"):
+        curvature["encoder"]
+    with pytest.raises(ValueError, match="which has 21"):
+        curvature @ torch.zeros(5).double()
+
+
+def test_running_average_of_curvature(problem) -> None:
+    model, criterion, (x, y) = problem
+    old = gn.curvature(model, criterion, (x, y))
+    new = gn.curvature(model, criterion, (2 * x, y))
+    mixed = old.average(new, decay=0.9)
+    torch.testing.assert_close(mixed["0"].Q, 0.9 * old["0"].Q + 0.1 * new["0"].Q)

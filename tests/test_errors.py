@@ -1,0 +1,188 @@
+"""Bad input gets a named error that says what, where and what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gaussnewton as gn
+from gaussnewton import errors
+
+X, Y = torch.randn(6, 4), torch.randint(3, (6,))
+METHODS = ["kflr", "kfra", "kfac", "hessian"]
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_unsupported_layer_is_named(method: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Sequential(nn.PReLU()), nn.Linear(5, 3))
+    with pytest.raises(errors.UnsupportedLayerError, match=r"'1\.0' of type PReLU.*1\.0\.weight"):
+        gn.curvature(model, nn.CrossEntropyLoss(), (X, Y), method=method)
+    model[1].requires_grad_(False)  # as the message advises
+    assert list(gn.curvature(model, nn.CrossEntropyLoss(), (X, Y), method=method)) == ["0", "2"]
+
+
+def test_bare_parameter_is_named() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.scale
+
+    with pytest.raises(errors.UnsupportedLayerError, match=r"'Scaled'.*\(scale\)"):
+        gn.curvature(Scaled(), nn.CrossEntropyLoss(), (X, Y))
+
+
+@pytest.mark.parametrize(
+    ("criterion", "targets", "message"),
+    [
+        (nn.CrossEntropyLoss(), torch.zeros(5).long(), r"need targets of shape \(6,\).*\(5,\)"),
+        (nn.CrossEntropyLoss(), torch.rand(6, 2), r"\(6, 3\).*\(6, 2\)"),
+        (nn.CrossEntropyLoss(), torch.full((6,), 3), "from 3 to 3.*3 classes"),
+        (nn.CrossEntropyLoss(), torch.full((6,), -1), "from -1 to -1"),
+        (nn.CrossEntropyLoss(), torch.full((6,), -100), "all 6 targets are ignore_index"),
+        (nn.CrossEntropyLoss(), [0, 1], "list, not a tensor"),
+        (nn.MSELoss(), torch.randn(6), r"\(6, 3\) but targets \(6,\).*broadcast"),
+        (nn.MSELoss(), torch.randn(6, 1), r"\(6, 3\) but targets \(6, 1\)"),
+        (nn.BCEWithLogitsLoss(), torch.rand(3, 3), r"\(6, 3\) but targets \(3, 3\)"),
+        (nn.GaussianNLLLoss(), torch.randn(6, 3), "needs a variance"),
+        (nn.GaussianNLLLoss(), (torch.randn(6, 2), torch.ones(6, 2)), "means have shape"),
+        (nn.NLLLoss(), Y, "not log-probabilities.*LogSoftmax"),
+    ],
+)
+def test_outputs_and_targets_that_do_not_fit(criterion, targets, message: str) -> None:
+    with pytest.raises(errors.BatchError, match=message):
+        gn.curvature(mlp(), criterion, (X, targets))
+
+
+def test_empty_batch() -> None:
+    with pytest.raises(errors.BatchError, match="the batch is empty"):
+        gn.curvature(mlp(), nn.CrossEntropyLoss(), (X[:0], Y[:0]))
+    with pytest.raises(errors.BatchError, match="no batch at all"):
+        gn.curvature(mlp(), nn.CrossEntropyLoss(), iter(()))
+
+
+def test_outputs_without_a_batch_dimension() -> None:
+    model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    with pytest.raises(errors.BatchError, match="needs a batch dimension"):
+        gn.curvature(model, nn.MSELoss(), (X, torch.randn(6)))
+
+
+@pytest.mark.parametrize("bad", [X, None, 3, (X,), (X, Y, Y), [X], iter([X])])
+def test_data_that_are_no_batch(bad: object) -> None:
+    with pytest.raises(errors.BatchError, match=r"\(inputs, targets\)"):
+        gn.curvature(mlp(), nn.CrossEntropyLoss(), bad)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_non_finite_numbers_are_located(method: str) -> None:
+    bad = X.clone()
+    bad[1, 2] = float("nan")
+    with pytest.raises(errors.NonFiniteError, match="1 of 24 numbers that enter layer '0'"):
+        gn.curvature(mlp(), nn.CrossEntropyLoss(), (bad, Y), method=method)
+    model = mlp()
+    with torch.no_grad():
+        model[0].bias[3] = float("nan")
+    with pytest.raises(errors.NonFiniteError, match="6 of 30 numbers that enter layer '2'"):
+        gn.curvature(model, nn.CrossEntropyLoss(), (X, Y), method=method)
+    model = mlp()
+    with torch.no_grad():
+        model[2].bias[0] = float("inf")
+    with pytest.raises(errors.NonFiniteError, match=r"in the outputs.*last layer"):
+        gn.curvature(model, nn.CrossEntropyLoss(), (X, Y), method=method)
+    targets = torch.full((6, 3), float("nan"))
+    with pytest.raises(errors.NonFiniteError, match="in the loss, but not the outputs"):
+        gn.curvature(mlp(), nn.MSELoss(), (X, targets), method=method)
+
+
+def test_model_with_nothing_to_train() -> None:
+    with pytest.raises(errors.NoTrainableParametersError, match="requires_grad=True"):
+        gn.curvature(mlp().requires_grad_(False), nn.CrossEntropyLoss(), (X, Y))
+    with pytest.raises(errors.NoTrainableParametersError, match="Tanh has no parameter"):
+        gn.curvature(nn.Tanh(), nn.CrossEntropyLoss(), (X, Y))
+
+
+def test_unknown_method() -> None:
+    with pytest.raises(ValueError, match=r"no method 'adam'.*'kflr', 'kfra', 'kfac'"):
+        gn.curvature(mlp(), nn.CrossEntropyLoss(), (X, Y), method="adam")
+
+
+class Graph(nn.Module):
+    """Two layers and a forward given from outside."""
+
+    def __init__(self, forward) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self._forward = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._forward(self, x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (lambda m, x: m.c(m.a(x) + m.b(m.a(x).tanh())), "not a chain|called"),
+        (
+            lambda m, x: m.c(m.a(x).tanh() + m.b(x).tanh()),
+            "'[ab]' and '[ab]' meet before layer 'c'",
+        ),
+        (lambda m, x: m.c(m.b(m.b(m.a(x)))), "'b' is called 2 times"),
+        (lambda m, x: m.c(m.a(x)), "'b' has trainable parameters but its output does not reach"),
+        (lambda m, x: m.c(m.b(m.a(x).detach())), "'a' has trainable parameters but"),
+        (lambda m, x: m.c(m.b(m.a(x)) @ m.b.weight), r"'b\.weight' is used before layer 'c'"),
+        (lambda m, x: m.c(m.b(m.a(x.unsqueeze(1))).squeeze(1)), r"'a' \(Linear\).*\(6, 1, 4\)"),
+        (
+            lambda m, x: m.c(
+                m.b(torch.nn.functional.batch_norm(m.a(x), None, None, training=True))
+            ),
+            "between layer 'a' and layer 'b'.*mixes the data.*eval",
+        ),
+    ],
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_graphs_that_are_not_chains(forward, message: str, method: str) -> None:
+    with pytest.raises(errors.UnsupportedGraphError, match=message):
+        gn.curvature(Graph(forward), nn.CrossEntropyLoss(), (X, Y), method=method)
+
+
+def test_tied_weights() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    with pytest.raises(errors.UnsupportedGraphError, match="'0' and '2' share a parameter"):
+        gn.curvature(model, nn.MSELoss(), (X, X))
+
+
+def test_input_overwritten_after_the_layer_read_it() -> None:
+    class Spoils(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone()
+            h = self.layer(x)
+            x.zero_()
+            return h
+
+    with pytest.raises(errors.RecordError, match="input of layer 'layer' was changed in place"):
+        gn.curvature(Spoils(), nn.CrossEntropyLoss(), (X, Y))
+
+
+def test_dense_hessian_of_a_large_layer() -> None:
+    model = nn.Linear(300, 300)
+    batch = torch.randn(2, 300), torch.randn(2, 300)
+    with pytest.raises(errors.MemoryLimitError, match=r"layer '' needs about 60\.\d GiB.*kflr"):
+        gn.curvature(model, nn.MSELoss(), batch, method="hessian")
+
+
+@pytest.mark.parametrize("error", errors.GaussNewtonError.__subclasses__())
+def test_every_error_is_also_a_built_in_one(error: type) -> None:
+    assert len(error.__bases__) == 2
+    assert error.__doc__
