@@ -92,6 +92,12 @@ def _follow(record: Record) -> Iterator[Link]:
                 "connections, branches and concatenations are not supported."
             )
         call = sources[0]
+        if call.input.shape[0] != record.data:
+            raise UnsupportedGraphError(
+                f"layer '{call.name}' was called on {call.input.shape[0]} rows but the outputs "
+                f"have {record.data}: its weights are shared between rows of one datum, or the "
+                "batch was cut. Shared weights are not supported."
+            )
         between = f"layer '{call.name}' and {place}"
         path = Path(end, call.output_edge, like, nodes)
         yield Link(call, segment_of(path, between) if nodes else Identity())

@@ -137,6 +137,10 @@ class Graph(nn.Module):
         (lambda m, x: m.c(m.a(x)), "'b' has trainable parameters but its output does not reach"),
         (lambda m, x: m.c(m.b(m.a(x).detach())), "'a' has trainable parameters but"),
         (lambda m, x: m.c(m.b(m.a(x)) @ m.b.weight), r"'b\.weight' is used before layer 'c'"),
+        (
+            lambda m, x: m.c(m.b(m.a(x.view(3, 8).repeat(1, 2).view(12, 4))))[:6],
+            "'c' was called on 12",
+        ),
         (lambda m, x: m.c(m.b(m.a(x.unsqueeze(1))).squeeze(1)), r"'a' \(Linear\).*\(6, 1, 4\)"),
         (
             lambda m, x: m.c(
