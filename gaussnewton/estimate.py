@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -84,13 +84,12 @@ def _of_batch(
     )
 
 
-def _shown(batches: Iterable[Batch], data: Any, progress: bool) -> Iterable[Batch]:
-    if not progress or isinstance(data, tuple):
-        return batches
-    return tqdm(
+def _shown(batches: Iterable[Batch], data: Any, progress: bool) -> Iterator[Batch]:
+    yield from tqdm(
         batches,
         total=len(data) if hasattr(data, "__len__") else None,
         desc="curvature",
         unit="batch",
         delay=_SECONDS_BEFORE_BAR,
+        disable=not progress or isinstance(data, tuple),
     )
