@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,28 +10,44 @@ from torch import Tensor, nn
 from gaussnewton.errors import BatchError
 
 Batch = tuple[Any, Any]
-"""``(inputs, targets)``."""
+"""``(inputs, targets)``: inputs a tensor, a tuple of arguments or a dict of keyword arguments;
+targets a tensor, or a tuple where the criterion takes several."""
 
 
 def batches_in(data: Any) -> Iterable[Batch]:
-    """The batches of an iterable; a tuple, or a list that opens with a tensor, is one batch."""
-    is_list_batch = isinstance(data, list) and len(data) == 2 and isinstance(data[0], Tensor)
-    if isinstance(data, tuple) or is_list_batch:
-        return [_as_batch(data)]
+    """The batches of an iterable.
+
+    A tuple is one batch; so is a pair in a list, as a ``DataLoader`` gives it, if either half
+    is a tensor.
+    """
+    if isinstance(data, tuple) or _is_listed_batch(data):
+        return [as_batch(data)]
     if isinstance(data, Tensor) or not isinstance(data, Iterable):
         raise BatchError(
             f"data are {type(data).__name__}; give one batch as a tuple (inputs, targets), or an "
             "iterable of such tuples, e.g. a DataLoader."
         )
-    return (_as_batch(item) for item in data)
+    return (as_batch(item) for item in data)
+
+
+def as_batch(item: Any) -> Batch:
+    """The pair (inputs, targets), lists in it as tuples."""
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        found = f"{len(item)} parts" if isinstance(item, (tuple, list)) else type(item).__name__
+        raise BatchError(
+            f"a batch is a pair (inputs, targets), not {found}. Several inputs go in a tuple or a "
+            "dict inside that pair, several batches in a list."
+        )
+    inputs, targets = (_usable(part) for part in item)
+    return inputs, targets
 
 
 def call_model(model: nn.Module, batch: Batch) -> Any:
-    """``model(inputs)``, a tuple being arguments and a dict keyword arguments."""
+    """``model(inputs)``, a tuple being arguments and a mapping keyword arguments."""
     inputs = batch[0]
-    if isinstance(inputs, dict):
+    if isinstance(inputs, Mapping):
         return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def call_criterion(criterion: Callable[..., Tensor], outputs: Any, batch: Batch) -> Tensor:
@@ -41,14 +57,22 @@ def call_criterion(criterion: Callable[..., Tensor], outputs: Any, batch: Batch)
     wants the targets between them.
     """
     targets = batch[1] if isinstance(batch[1], tuple) else (batch[1],)
-    if isinstance(criterion, nn.GaussianNLLLoss) and isinstance(outputs, tuple):
+    if isinstance(criterion, nn.GaussianNLLLoss) and isinstance(outputs, (tuple, list)):
         mean, var = outputs
         return criterion(mean, *targets, var)
     return criterion(outputs, *targets)
 
 
-def _as_batch(item: Any) -> Batch:
-    if not isinstance(item, (tuple, list)) or len(item) != 2:
-        found = f"{len(item)} parts" if isinstance(item, (tuple, list)) else type(item).__name__
-        raise BatchError(f"a batch is a pair (inputs, targets), not {found}.")
-    return item[0], item[1]
+def _is_listed_batch(data: Any) -> bool:
+    if not isinstance(data, list) or len(data) != 2:
+        return False
+    return any(isinstance(part, Tensor) for part in data)
+
+
+def _usable(part: Any) -> Any:
+    """Lists as tuples, and copies of tensors that inference mode made unfit for autograd."""
+    if isinstance(part, (tuple, list)):
+        return tuple(_usable(p) for p in part)
+    if isinstance(part, Mapping):
+        return {key: _usable(value) for key, value in part.items()}
+    return part.clone() if isinstance(part, Tensor) and part.is_inference() else part

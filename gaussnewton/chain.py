@@ -37,6 +37,7 @@ class Chain:
 
     def __init__(self, record: Record) -> None:
         _check_finite(record)
+        _check_criterion(record)
         self.record = record
         self.links = list(_follow(record))
         self._check_coverage()
@@ -127,8 +128,19 @@ def _refuse_bare_parameters(nodes: list[Any], record: Record, place: str) -> Non
         if variable is not None and id(variable) in owners:
             raise UnsupportedGraphError(
                 f"parameter '{owners[id(variable)]}' is used before {place} without calling the "
-                "layer that owns it. Curvature sees a layer's call only: call the module."
+                "layer that owns it. Curvature sees a layer's call only: call the module. A "
+                "penalty on weights belongs to the damping, not into the criterion."
             )
+
+
+def _check_criterion(record: Record) -> None:
+    """Refuse a criterion that uses parameters of the model on its own."""
+    if not record.loss.requires_grad:
+        return
+    stops = {call.output_edge.node: call for call in record.calls}
+    stops[get_gradient_edge(record.outputs).node] = record.calls[0]
+    nodes, _ = _trace(get_gradient_edge(record.loss), stops)
+    _refuse_bare_parameters(nodes, record, "the loss")
 
 
 def _check_finite(record: Record) -> None:

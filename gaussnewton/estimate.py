@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 
 from gaussnewton.batch import Batch, batches_in, call_criterion, call_model
 from gaussnewton.blocks.curvature import Curvature
-from gaussnewton.errors import BatchError
+from gaussnewton.errors import BatchError, UnsupportedLossError
 from gaussnewton.estimators import Estimator, estimator_of
 from gaussnewton.losses import Loss
 from gaussnewton.model_state import unchanged
@@ -29,8 +29,8 @@ def curvature(
 ) -> Curvature:
     """The block-diagonal curvature of the scalar that the criterion returns.
 
-    The model is left as it was: mode, parameters, gradients, buffers, hooks, and the global
-    random state.
+    The model is left as it was: mode, gradients, buffers, hooks, and the global random
+    state.
 
     Args:
         model: a feedforward network of ``nn.Linear`` layers with any functions between
@@ -42,7 +42,7 @@ def curvature(
             keyword arguments. Several batches give the curvature of their losses together:
             the sum for reduction "sum", else the mean over data.
         method: "kflr", "kfra", "kfac" or "hessian"; or an estimator with settings, such as
-            ``gn.KFAC(samples=10)``.
+            ``gn.KFAC(samples=10)``. The name "kfac" draws the same samples at each call.
         progress: show a bar where an iterable takes more than two seconds.
 
     Example:
@@ -56,17 +56,34 @@ def curvature(
         >>> c["0"].Q.shape, c["0"].G.shape
         (torch.Size([5, 5]), torch.Size([3, 3]))
     """
-    estimator = estimator_of(method)
-    if not isinstance(criterion, nn.Module) and callable(criterion):
-        criterion = Loss(criterion)
+    estimator, criterion, plain = estimator_of(method), *_checked(model, criterion)
     result: Curvature | None = None
-    with unchanged(model):
+    with unchanged(model, criterion):
         for batch in _shown(batches_in(data), data, progress):
+            if result is not None and plain:
+                raise UnsupportedLossError(
+                    "over several batches it matters whether a plain function sums or averages "
+                    "over data: wrap it, criterion = gn.Loss(fn, reduction='mean') or 'sum'."
+                )
             new = _of_batch(model, criterion, batch, estimator)
             result = new if result is None else result.merge(new)
     if result is None:
         raise BatchError("the data hold no batch at all: the iterable ended at once.")
     return result
+
+
+def _checked(model: Any, criterion: Any) -> tuple[nn.Module, bool]:
+    """The criterion as a module, and whether it was a plain function."""
+    for what, value in (("model", model), ("criterion", criterion)):
+        if isinstance(value, type):
+            raise TypeError(f"the {what} is the class {value.__name__}; give an instance of it.")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is {type(model).__name__}, not a torch.nn.Module.")
+    if isinstance(criterion, nn.Module):
+        return criterion, False
+    if not callable(criterion):
+        raise TypeError(f"the criterion is {type(criterion).__name__}, which cannot be called.")
+    return Loss(criterion), True
 
 
 def _of_batch(
@@ -87,9 +104,16 @@ def _of_batch(
 def _shown(batches: Iterable[Batch], data: Any, progress: bool) -> Iterator[Batch]:
     yield from tqdm(
         batches,
-        total=len(data) if hasattr(data, "__len__") else None,
+        total=_length(data),
         desc="curvature",
         unit="batch",
         delay=_SECONDS_BEFORE_BAR,
-        disable=not progress or isinstance(data, tuple),
+        disable=not progress or isinstance(batches, list),  # a list is the one batch given
     )
+
+
+def _length(data: Any) -> int | None:
+    try:
+        return len(data)
+    except TypeError:  # a loader of an iterable dataset has __len__ but no length
+        return None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,21 +14,25 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Run a block with gradients on, and leave the model and the random state as they were.
+def unchanged(*models: nn.Module) -> Iterator[None]:
+    """Run a block with gradients on, and leave the models and the random state as they were.
 
-    The modes, the buffers, the ``.grad`` fields and the global random states are those from
-    before the block once it ends, also when it raises. Buffers are exchanged for copies
+    The modes, the buffers, the ``.grad`` and ``requires_grad`` fields of the parameters and the
+    global random states (of torch, Python and NumPy) are those from before the block once it
+    ends, also when it raises. Buffers are exchanged for copies
     rather than written back: a recorded graph may hold the very tensor that the forward pass
     saw, and writing to it would invalidate the graph.
 
     Attention is computed by its plain formula inside the block, because its fused kernels
     cannot be differentiated twice.
     """
+    model = nn.ModuleList(models)
     modes = {module: module.training for module in model.modules()}
     buffers = {module: dict(module._buffers) for module in model.modules()}
-    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    gradients = {p: (p.grad, p.requires_grad) for p in model.parameters()}
     python_random = random.getstate()
+    numpy_random = _numpy_random()
+    numpy_state = None if numpy_random is None else numpy_random.get_state()
     try:
         with (
             torch.inference_mode(False),
@@ -40,11 +46,14 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         random.setstate(python_random)
+        if numpy_random is not None:
+            numpy_random.set_state(numpy_state)
         _put(buffers)
         for module, training in modes.items():
             module.training = training
-        for parameter, gradient in gradients.items():
+        for parameter, (gradient, requires_grad) in gradients.items():
             parameter.grad = gradient
+            parameter.requires_grad_(requires_grad)
 
 
 def _put(
@@ -62,6 +71,12 @@ def _put(
             if buffer is not None and copies is not None:
                 buffer = copies.setdefault(id(buffer), buffer.detach().clone())
             module._buffers[name] = buffer
+
+
+def _numpy_random() -> Any:
+    """NumPy's global generator, if the program uses NumPy at all."""
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random
 
 
 def _cuda_devices(model: nn.Module) -> list[torch.device]:

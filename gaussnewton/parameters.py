@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
-from gaussnewton.errors import NoTrainableParametersError
+from gaussnewton.errors import NoTrainableParametersError, UnsupportedLayerError
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Group:
     """The trainable parameters of one module, seen as one matrix ``[W | b]``.
 
     A weight with two or more dimensions gives the rows (its first dimension) and a bias
-    of that length is the last column. Parameters of any other shape are laid end to end
-    in a single row.
+    of that length is the last column; a bias alone is the only column. Parameters of any
+    other shape are laid end to end in a single row.
     """
 
     name: str
@@ -38,14 +39,11 @@ class Group:
     @classmethod
     def of(cls, name: str, parameters: Mapping[str, nn.Parameter]) -> Group:
         """Group a module's parameters, given by qualified name."""
-        rows = next((p.shape[0] for p in parameters.values() if p.ndim >= 2), 0)
-        fits = all(p.ndim >= 1 and p.shape[0] == rows for p in parameters.values())
-        biases = sum(p.ndim == 1 for p in parameters.values())
-        if not fits or biases > 1 or len(parameters) > biases + 1:
-            rows = 1
-        if rows == 0 and len(parameters) == 1:  # a bias that is trained alone
-            rows = next(iter(parameters.values())).numel()
-        rows = max(rows, 1)
+        # Weight before bias, whichever was registered first (pruning, for one, swaps them).
+        parameters = dict(sorted(parameters.items(), key=lambda item: item[1].ndim < 2))
+        first, *rest = parameters.values()
+        is_matrix = len(rest) <= 1 and all(p.shape == first.shape[:1] for p in rest)
+        rows = first.shape[0] if is_matrix and (first.ndim >= 2 or not rest) and first.ndim else 1
         columns = sum(p.numel() for p in parameters.values()) // rows
         return cls(name, parameters, rows, columns)
 
@@ -91,6 +89,11 @@ class Theta:
                 for key, p in module.named_parameters(recurse=False)
                 if p.requires_grad and id(p) not in seen
             }
+            if any(isinstance(p, UninitializedParameter) for p in own.values()):
+                raise UnsupportedLayerError(
+                    f"layer '{name}' of type {type(module).__name__} has parameters without a "
+                    "shape yet. Call the model once before asking for curvature."
+                )
             seen.update(id(p) for p in own.values())
             if own:
                 self.groups[name] = Group.of(name, own)

@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gaussnewton.errors import UnsupportedGraphError
+
 LinearMap = Callable[[Tensor], Tensor]
 
 
@@ -37,22 +39,24 @@ def diagonal_of(product: LinearMap, like: Tensor) -> Tensor | None:
         return None
     v = _random_like(like)
     got, expected = product(v), diagonal * v.reshape(diagonal.shape)
-    precision = torch.finfo(like.dtype)
-    tolerance = precision.eps * (8 if precision.bits < 32 else 1000)
-    close = (got - expected).abs() <= tolerance * diagonal.abs().max()
-    return diagonal if bool(close.all()) else None
+    return diagonal if _close(got, expected) else None
 
 
 def keeps_data_apart(product: LinearMap, like: Tensor) -> bool:
-    """Whether a random half of the rows of ``A v`` ignores the other half of the rows of v."""
-    if like.shape[0] < 2:
-        return True
-    half = _random_like(like.flatten(1)[:, 0]) < 1
-    half[0], half[-1] = True, False  # so that neither half is empty
-    v = _random_like(like)
-    v[half] = 0
-    got = product(v)
-    return got.shape[0] == like.shape[0] and not bool(got[half].any())
+    """Whether row n of ``A v`` depends on row n of v alone.
+
+    Rows of zeros must stay rows of zeros, exactly, whatever the others hold. Splitting the
+    rows by each binary digit of their number sets every two rows apart at least once.
+    """
+    v, n = _random_like(like), like.shape[0]
+    number = torch.arange(n, device=like.device)
+    for digit in range((n - 1).bit_length()):
+        ones = (number >> digit) % 2 == 1
+        for kept in (ones, ~ones):
+            got = product(v * kept.view(n, *[1] * (like.ndim - 1)))
+            if got.shape[0] != n or bool(got[~kept].any()):
+                return False
+    return True
 
 
 def datum_matrices(product: LinearMap, like: Tensor) -> Tensor:
@@ -65,6 +69,34 @@ def datum_matrices(product: LinearMap, like: Tensor) -> Tensor:
     eye = torch.eye(d, dtype=like.dtype, device=like.device)
     columns = [product(e.expand(n, d).reshape(like.shape)).flatten(1) for e in eye]
     return torch.stack(columns, dim=2)
+
+
+def refuse_single_differentiation(first: Tensor) -> None:
+    """Raise where a first derivative cannot be differentiated again.
+
+    A custom function marked ``once_differentiable`` cuts the graph of its derivative, and
+    autograd would take what lies behind the cut as zero.
+    """
+    seen, frontier = set(), [first.grad_fn]
+    while frontier:
+        node = frontier.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if "Error" in node.name():
+            raise UnsupportedGraphError(
+                "a custom autograd function between the layers is once_differentiable: its second "
+                "derivative, which the Hessian needs, is not defined. Use 'kflr' or 'kfra'."
+            )
+        frontier.extend(next_node for next_node, _ in node.next_functions)
+
+
+def _close(got: Tensor, expected: Tensor) -> bool:
+    # Each row by its own scale: one large datum must not hide what the others do.
+    precision = torch.finfo(got.dtype)
+    tolerance = precision.eps * (8 if precision.bits < 32 else 1000)
+    error, scale = (t.abs().reshape(t.shape[0], -1).amax(1) for t in (got - expected, expected))
+    return bool((error <= tolerance * scale).all())
 
 
 def _random_like(like: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +21,12 @@ from gaussnewton.errors import UnsupportedGraphError
 from gaussnewton.gram import gram, widened
 from gaussnewton.perdatum import PerDatum
 from gaussnewton.perdatum.dense import psd_root
-from gaussnewton.probe import datum_matrices, diagonal_of, keeps_data_apart
+from gaussnewton.probe import (
+    datum_matrices,
+    diagonal_of,
+    keeps_data_apart,
+    refuse_single_differentiation,
+)
 
 # How many numbers a general segment carries back at a time.
 _AT_ONCE = 2**24
@@ -44,6 +48,10 @@ class Segment(ABC):
         """J_nᵀ r_n: a gradient on its way back."""
 
     @abstractmethod
+    def push(self, rows: Float[Tensor, "k n d"], part: slice) -> Float[Tensor, "k n e"]:
+        """J_n r_n: k tangents of each datum of a part of the batch on their way forward."""
+
+    @abstractmethod
     def pull_hessian(
         self, H: Float[Tensor, "n e e"], gradient: Float[Tensor, "n e"]
     ) -> Float[Tensor, "n d d"]:
@@ -63,6 +71,10 @@ class Identity(Segment):
     def pull_rows(self, rows: Float[Tensor, "n e"]) -> Float[Tensor, "n d"]:
         return rows
 
+    def push(self, rows: Float[Tensor, "k n d"], part: slice) -> Float[Tensor, "k n e"]:
+        del part
+        return rows
+
     def pull_hessian(
         self, H: Float[Tensor, "n e e"], gradient: Float[Tensor, "n e"]
     ) -> Float[Tensor, "n d d"]:
@@ -70,17 +82,16 @@ class Identity(Segment):
         return H
 
 
+Bend = Callable[[Float[Tensor, "n e"]], Tensor]
+"""From the gradient at a to Σ_i (∂E/∂a_i) ∇²a_i: its diagonals, or its matrices."""
+
+
 class Elementwise(Segment):
     """Entry by entry: J = B = diag(f'(h)), and the Hessian gains D = diag(f''(h) ∂E/∂a)."""
 
-    def __init__(self, slope: Tensor, bend: Callable[[], Tensor]) -> None:
+    def __init__(self, slope: Tensor, bend: Bend) -> None:
         self.slope: Float[Tensor, "n d"] = widened(slope.flatten(1))
-        self._bend = bend
-
-    @cached_property
-    def bend(self) -> Float[Tensor, "n d"]:
-        """f''(h)."""
-        return widened(self._bend().flatten(1))
+        self.bend = bend
 
     def pull(self, matrices: PerDatum, part: slice) -> PerDatum:
         return matrices.scale(self.slope[part])
@@ -91,11 +102,15 @@ class Elementwise(Segment):
     def pull_rows(self, rows: Float[Tensor, "n e"]) -> Float[Tensor, "n d"]:
         return rows * self.slope
 
+    def push(self, rows: Float[Tensor, "k n d"], part: slice) -> Float[Tensor, "k n e"]:
+        return rows * self.slope[part]
+
     def pull_hessian(
         self, H: Float[Tensor, "n e e"], gradient: Float[Tensor, "n e"]
     ) -> Float[Tensor, "n d d"]:
-        B = self.slope
-        return B.unsqueeze(2) * H * B.unsqueeze(1) + torch.diag_embed(self.bend * gradient)
+        B, D = self.slope, widened(self.bend(gradient))
+        # A function that only happens to be elementwise at this point has a full D.
+        return B.unsqueeze(2) * H * B.unsqueeze(1) + (D.diag_embed() if D.ndim == 2 else D)
 
 
 class General(Segment):
@@ -128,12 +143,18 @@ class General(Segment):
     def pull_rows(self, rows: Float[Tensor, "n e"]) -> Float[Tensor, "n d"]:
         return self.path.pull(rows.unsqueeze(0)).squeeze(0)
 
+    def push(self, rows: Float[Tensor, "k n d"], part: slice) -> Float[Tensor, "k n e"]:
+        whole = rows.new_zeros(rows.shape[0], self.path.data, rows.shape[2])
+        whole[:, part] = rows
+        return self.path.push(whole)[:, part]
+
     def pull_hessian(
         self, H: Float[Tensor, "n e e"], gradient: Float[Tensor, "n e"]
     ) -> Float[Tensor, "n d d"]:
         half = self.path.pull(H.transpose(0, 1)).movedim(0, 1)  # n e d
         both = self.path.pull(half.movedim(2, 0))  # d n d
-        return both.movedim(0, 1) + self.path.second_derivative(gradient)
+        D = widened(self.path.second_derivative(gradient))
+        return both.movedim(0, 1) + (D.diag_embed() if D.ndim == 2 else D)
 
 
 @dataclass(frozen=True)
@@ -161,30 +182,38 @@ class Path:
     def pull(self, rows: Float[Tensor, "k n e"]) -> Float[Tensor, "k n d"]:
         """Jᵀ v for k rows of each datum at once."""
         v = rows.to(self.like.dtype).reshape(rows.shape[0], *self.like.shape)
-        (result,) = torch.autograd.grad(
-            [self.end], [self.start], [v], retain_graph=True, is_grads_batched=True
-        )
+        try:
+            (result,) = torch.autograd.grad(
+                [self.end], [self.start], [v], retain_graph=True, is_grads_batched=True
+            )
+        except RuntimeError:  # a backward that cannot be batched, e.g. one that branches
+            result = torch.stack([self.vjp(row) for row in v])
         return widened(result.flatten(2))
 
-    def second_derivative(self, v: Float[Tensor, "n e"]) -> Float[Tensor, "n d d"]:
-        """Σ_i v_i ∇²a_i of each datum."""
-        g = self.vjp(v.to(self.like.dtype).reshape(self.like.shape), create_graph=True)
-        if not g.requires_grad:  # the path is linear
-            return torch.zeros_like(g).flatten(1).diag_embed()
-        return datum_matrices(lambda u: self._differentiate(g, u), g)
+    def push(self, rows: Float[Tensor, "k n d"]) -> Float[Tensor, "k n e"]:
+        """J v for k tangents of each datum, as the derivative of u ↦ Jᵀu, which is linear."""
+        with torch.enable_grad():
+            u = torch.zeros_like(self.like, requires_grad=True)
+            back = self.vjp(u, create_graph=True)
+        v = rows.to(back.dtype).reshape(rows.shape[0], *back.shape)
+        (result,) = torch.autograd.grad(back, u, v, retain_graph=True, is_grads_batched=True)
+        return widened(result.flatten(2))
 
-    def bend(self) -> Tensor:
-        """f'' of an elementwise path."""
-        slope = self.vjp(torch.ones_like(self.like), create_graph=True)
-        if not slope.requires_grad:
-            return torch.zeros_like(slope)
-        return self._differentiate(slope, torch.ones_like(slope))
+    def second_derivative(self, v: Float[Tensor, "n e"]) -> Tensor:
+        """Σ_i v_i ∇²a_i of each datum: ``[n, d, d]``, or ``[n, d]`` where it is diagonal."""
+        # A v that is itself differentiable makes a cut in the graph of g visible.
+        v = v.to(self.like.dtype).reshape(self.like.shape).requires_grad_()
+        g = self.vjp(v, create_graph=True)
+        refuse_single_differentiation(g)
 
-    def _differentiate(self, g: Tensor, v: Tensor) -> Tensor:
-        result = torch.autograd.grad(
-            [g], [self.start], [v], retain_graph=True, materialize_grads=True
-        )
-        return result[0]
+        def product(u: Tensor) -> Tensor:
+            (result,) = torch.autograd.grad(
+                [g], [self.start], [u], retain_graph=True, allow_unused=True
+            )
+            return torch.zeros_like(g) if result is None else result  # None: g is linear
+
+        diagonal = diagonal_of(product, g.detach())
+        return datum_matrices(product, g.detach()) if diagonal is None else diagonal.flatten(1)
 
 
 def segment_of(path: Path, between: str) -> Segment:
@@ -195,10 +224,11 @@ def segment_of(path: Path, between: str) -> Segment:
     known = [node for node in path.nodes if node.name() in RULES]
     if len(known) == 1 and all(name in REORDERS_NOTHING or name in RULES for name in names):
         slope, bend = RULES[known[0].name()](known[0])
-        return Elementwise(slope.reshape(path.data, -1), lambda: bend().reshape(path.data, -1))
+        n = path.data
+        return Elementwise(slope.reshape(n, -1), lambda g: bend().reshape(n, -1) * g)
     diagonal = diagonal_of(path.vjp, path.like)
     if diagonal is not None:
-        return Elementwise(diagonal, path.bend)
+        return Elementwise(diagonal, path.second_derivative)
     if not keeps_data_apart(path.vjp, path.like):
         raise UnsupportedGraphError(
             f"what lies between {between} ({', '.join(dict.fromkeys(names))}) mixes the data of "

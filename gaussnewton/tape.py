@@ -7,6 +7,7 @@ because an in-place activation overwrites the output tensor right after.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from gaussnewton.errors import RecordError, UnsupportedLayerError
+from gaussnewton.errors import RecordError, UnsupportedGraphError, UnsupportedLayerError
+from gaussnewton.gram import widened
 from gaussnewton.layers.rule import LayerRule, rule_for, supported_layers
 from gaussnewton.losses import Geometry, geometry_of
 from gaussnewton.parameters import Theta
@@ -61,6 +63,19 @@ class Record:
         """How many data the batch has."""
         return self.outputs.shape[0]
 
+    @property
+    def wide(self) -> tuple[Tensor, Any]:
+        """Outputs without their graph, and targets, in one dtype of float32 or wider."""
+        outputs = widened(self.outputs.detach())
+
+        def cast(part: Any) -> Any:
+            if isinstance(part, tuple):
+                return tuple(cast(p) for p in part)
+            is_float = isinstance(part, Tensor) and part.is_floating_point()
+            return part.to(outputs.dtype) if is_float else part
+
+        return outputs, cast(self.targets)
+
 
 class Tape:
     """Records the calls of a model's layers and of its criterion.
@@ -104,8 +119,12 @@ class Tape:
             hook = self._layer_hook(name, rule)
             # First in line, so that what other hooks do to the output lies behind the layer.
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
-        self._handles.append(self.criterion.register_forward_pre_hook(self._before_criterion))
-        self._handles.append(self.criterion.register_forward_hook(self._after_criterion))
+        self._handles.append(
+            self.criterion.register_forward_pre_hook(self._before_criterion, with_kwargs=True)
+        )
+        self._handles.append(
+            self.criterion.register_forward_hook(self._after_criterion, with_kwargs=True)
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -120,7 +139,12 @@ class Tape:
             if not (torch.is_grad_enabled() and output.requires_grad):
                 return
             input = args[0] if args else kwargs["input"]
-            rule.check(name, input)
+            objection = rule.objection(input)
+            if objection is not None:
+                if name not in self.theta.groups:
+                    return  # a frozen layer is then part of what lies between others
+                kind = type(module).__name__
+                raise UnsupportedGraphError(f"layer '{name}' ({kind}) {objection}")
             self._calls.append(
                 LayerCall(
                     name=name,
@@ -136,14 +160,24 @@ class Tape:
 
         return hook
 
-    def _before_criterion(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+    def _before_criterion(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if torch.is_grad_enabled():
-            self.geometry.check(*self.geometry.bind(*args))
+            self.geometry.check(*self._bind(args, kwargs))
 
-    def _after_criterion(self, _: nn.Module, args: tuple[Any, ...], loss: Tensor) -> None:
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
+        if kwargs:
+            signature = inspect.signature(self.criterion.forward)
+            args = signature.bind_partial(*args, **kwargs).args
+        return self.geometry.bind(*args)
+
+    def _after_criterion(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Tensor
+    ) -> None:
         if not torch.is_grad_enabled():
             return
-        outputs, targets = self.geometry.bind(*args)
+        outputs, targets = self._bind(args, kwargs)
         if not outputs.requires_grad or not self._calls:
             raise RecordError(
                 f"{type(self.criterion).__name__} was called on outputs that do not come from "

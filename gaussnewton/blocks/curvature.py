@@ -103,11 +103,13 @@ class Curvature(Mapping[str, Block]):
 
     def average(self, newer: Curvature, decay: float = 0.9) -> Curvature:
         """The running average decay · self + (1 − decay) · newer (section 4)."""
+        self._check_alike(newer)
         blocks = {name: block.average(newer[name], decay) for name, block in self.items()}
         return Curvature(blocks, self.theta, data=newer.data, weight=newer.weight)
 
     def merge(self, other: Curvature) -> Curvature:
         """The curvature of two batches together, by their numbers of data."""
+        self._check_alike(other)
         shares, weight = (1.0, 1.0), None
         if self.weight is not None and other.weight is not None:
             weight = self.weight + other.weight
@@ -138,15 +140,42 @@ class Curvature(Mapping[str, Block]):
                 )
         return cls(blocks, theta, data=state["data"], weight=state["weight"])
 
+    def _check_alike(self, other: Curvature) -> None:
+        for name in self.blocks.keys() | other.blocks.keys():
+            a, b = self.blocks.get(name), other.blocks.get(name)
+            fits = a is not None and b is not None and type(a) is type(b)
+            if not fits or (a.rows, a.columns) != (b.rows, b.columns):  # type: ignore[union-attr]
+                raise ValueError(
+                    f"the two curvatures differ at layer '{name}': they must be of one model and "
+                    "one kind of block"
+                )
+
     def _apply(self, v: Any, operation: Callable[[Block, Tensor], Tensor]) -> Any:
         if isinstance(v, Tensor):
             matrices = self.theta.matrices(v)
             return self.theta.join({k: operation(self[k], V) for k, V in matrices.items()})
+        self._check_vectors(v)
         result: dict[str, Tensor] = {}
         for name, block in self.items():
             group = self.theta[name]
             result.update(group.tensors(operation(block, group.matrix(v))))
         return result
+
+    def _check_vectors(self, v: Any) -> None:
+        if not isinstance(v, Mapping):
+            raise TypeError(
+                f"a vector is a flat tensor or a mapping from parameter names to tensors, not "
+                f"{type(v).__name__}; e.g. {{name: p.grad for name, p in model.named_parameters()}}"
+            )
+        for group in self.theta:
+            for key, parameter in group.parameters.items():
+                found = v.get(key)
+                if not isinstance(found, Tensor) or found.shape != parameter.shape:
+                    what = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else found
+                    raise ValueError(
+                        f"the vector's part for '{key}' must have shape "
+                        f"{tuple(parameter.shape)}, but is {what}"
+                    )
 
 
 def load_block(state: Mapping[str, Any]) -> Block:

@@ -38,6 +38,8 @@ class DenseBlock(Block):
 
     def invert(self, damping: float, inversion: Inversion = "exact") -> Inverse:
         """The inverse of C + damping · I, which must be positive definite."""
+        if damping < 0:
+            raise ValueError(f"damping must not be negative, got {damping}")
         if inversion != "exact":
             raise ValueError("a dense block has no factors to share damping out to")
         damped = self.matrix.clone()

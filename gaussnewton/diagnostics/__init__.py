@@ -3,6 +3,7 @@
 from gaussnewton.diagnostics.definiteness import BlockFacts, block_facts
 from gaussnewton.diagnostics.fisher import fisher_distance
 from gaussnewton.diagnostics.rank import RankFacts, gauss_newton_rank
+from gaussnewton.diagnostics.recursion import recursion_distance
 from gaussnewton.diagnostics.verification import Verification, verify
 
 __all__ = [
@@ -12,5 +13,6 @@ __all__ = [
     "block_facts",
     "fisher_distance",
     "gauss_newton_rank",
+    "recursion_distance",
     "verify",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 
 from gaussnewton import exact
 from gaussnewton.batch import Batch, batches_in
-from gaussnewton.blocks import Block, KroneckerBlock
+from gaussnewton.blocks import Block, Curvature, KroneckerBlock
+from gaussnewton.errors import BatchError, UnsupportedLossError
 from gaussnewton.estimate import curvature
-from gaussnewton.estimators import Estimator
+from gaussnewton.estimators import Estimator, estimator_of
 from gaussnewton.parameters import Theta
 
 _PROBES = 8
@@ -34,7 +36,8 @@ class Row:
         block_error: ‖C − exact‖ / ‖exact‖ of the whole block, against the exact
             Gauss-Newton block, or Hessian block for "hessian".
         cosine: of the two blocks as vectors.
-        ok: whether all that this method promises to be exact is.
+        verdict: "exact", "approximate", "sampled", or "WRONG" where something that the
+            method promises to be exact is not.
     """
 
     layer: str
@@ -44,7 +47,12 @@ class Row:
     G_error: float | None
     block_error: float
     cosine: float
-    ok: bool
+    verdict: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether all that this method promises to be exact is."""
+        return self.verdict != "WRONG"
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ class Verification:
                 _number(row.G_error),
                 _number(row.block_error),
                 f"{row.cosine:.3f}",
-                _verdict(row),
+                row.verdict,
             ]
             for row in self.rows
         ]
@@ -94,9 +102,10 @@ class Verification:
         )
         of = "" if self.data == self.given else f" of the batch's {self.given}"
         note = (
-            f"Relative errors against autograd on {self.data} data{of}. Must be exact to "
-            f"{self.tolerance:.0e}: Q always, G for\nkflr, the block for hessian. The block "
-            "error is what E[Q ⊗ 𝒢] ≈ E[Q] ⊗ E[𝒢] leaves out; the verdict is on G."
+            f"Relative errors against autograd on {self.data} data{of}. Held to "
+            f"{self.tolerance:.0e}: Q always, G for\nkflr, the nested expectation for kfra, the "
+            "block for hessian. The verdict is on G; the block error is what\n"
+            "E[Q ⊗ 𝒢] ≈ E[Q] ⊗ E[𝒢] leaves out."
         )
         return f"{table}\n{note}\n{'All as promised.' if self.ok else 'NOT as promised.'}"
 
@@ -105,7 +114,7 @@ def verify(
     model: nn.Module,
     criterion: Any,
     batch: Any,
-    methods: Sequence[str | Estimator] = ("kflr", "kfra", "kfac"),
+    methods: str | Estimator | Sequence[str | Estimator] | None = None,
     *,
     data: int = 32,
     tolerance: float | None = None,
@@ -114,10 +123,11 @@ def verify(
     """Compare each block on your own model with the exact one, and print a table.
 
     Args:
-        model: the model; it is left as it was.
+        model: the model, in float32 or float64; it is left as it was.
         criterion: the loss.
-        batch: ``(inputs, targets)``.
-        methods: names of estimators, or estimators.
+        batch: ``(inputs, targets)``; of an iterable of batches, the first is used.
+        methods: names of estimators, or estimators; by default KFLR, KFRA and, where the
+            loss has a model distribution, KFAC.
         data: how many data of the batch to use at the most: the exact side is slow.
         tolerance: the relative error that counts as exact; by default 1e-10 in float64 and
             1e-4 in float32.
@@ -135,21 +145,44 @@ def verify(
         >>> report.ok
         True
     """
-    (whole,) = batches_in(batch)
-    used, given = _first(whole, data)
+    whole = next(iter(batches_in(batch)), None)
+    if whole is None:
+        raise BatchError("the data hold no batch at all: the iterable ended at once.")
+    used, given = _first(whole, data, criterion)
+    estimates = _estimates(model, criterion, used, methods)
     truth = _Truth(model, criterion, used)
     if tolerance is None:
         tolerance = 1e-10 if truth.dtype == torch.float64 else 1e-4
-    rows: list[Row] = []
-    for method in methods:
-        name = method if isinstance(method, str) else repr(method)
-        estimate = curvature(model, criterion, used, method=method, progress=False)
-        rows.extend(truth.compare(layer, name, estimate[layer], tolerance) for layer in estimate)
-    layers = list(Theta(model).groups)
-    rows.sort(key=lambda row: layers.index(row.layer))
-    result = Verification(rows, min(data, given), given, tolerance)
+    rows = [
+        truth.compare(layer, name, estimator, estimate[layer], tolerance)
+        for layer in truth.theta.groups
+        for name, (estimator, estimate) in estimates.items()
+    ]
+    count = next(iter(estimates.values()))[1].data
+    result = Verification(rows, count, given, tolerance)
     if show:
         print(result)
+    return result
+
+
+def _estimates(
+    model: nn.Module,
+    criterion: Any,
+    batch: Batch,
+    methods: str | Estimator | Sequence[str | Estimator] | None,
+) -> dict[str, tuple[Estimator, Curvature]]:
+    if isinstance(methods, (str, Estimator)):
+        methods = [methods]
+    result: dict[str, tuple[Estimator, Curvature]] = {}
+    for method in methods or ("kflr", "kfra", "kfac"):
+        estimator = estimator_of(method)
+        try:
+            estimate = curvature(model, criterion, batch, method=estimator, progress=False)
+        except UnsupportedLossError:
+            if methods is None and result:  # KFAC, of a loss with no model distribution
+                continue
+            raise
+        result[method if isinstance(method, str) else repr(method)] = (estimator, estimate)
     return result
 
 
@@ -158,30 +191,59 @@ class _Truth:
 
     def __init__(self, model: nn.Module, criterion: Any, batch: Batch) -> None:
         self.theta = Theta(model)
-        self.dtype = next(model.parameters()).dtype
+        like = next(model.parameters())
+        self.dtype = like.dtype
+        if torch.finfo(self.dtype).bits < 32:
+            raise ValueError(
+                f"the model is in {self.dtype}, too coarse to tell right from wrong. Verify a "
+                "wider copy: gn.verify(copy.deepcopy(model).float(), …)."
+            )
         self.Q = exact.input_moments(model, batch)
         self.G = exact.preactivation_gauss_newton(model, criterion, batch)
         self._arguments = (model, criterion, batch)
         self._products: dict[str, Any] = {}
         generator = torch.Generator().manual_seed(0)
         self._probes = {
-            g.name: torch.randn(_PROBES, g.rows, g.columns, generator=generator, dtype=self.dtype)
+            g.name: torch.randn(_PROBES, g.rows, g.columns, generator=generator).to(like)
             for g in self.theta
         }
 
-    def compare(self, layer: str, method: str, block: Block, tolerance: float) -> Row:
-        if isinstance(block, KroneckerBlock):
+    @cached_property
+    def recursion(self) -> dict[str, Tensor]:
+        return exact.recursive_gauss_newton(*self._arguments)
+
+    def compare(
+        self, layer: str, method: str, estimator: Estimator, block: Block, tolerance: float
+    ) -> Row:
+        Q_error: float | None = None
+        G_error: float | None = None
+        if isinstance(block, KroneckerBlock) and layer in self.G:
             Q_error = _relative(block.Q, self.Q[layer])
             G_error = _relative(block.G, self.G[layer])
-            kind = "gauss_newton"
-        else:
-            Q_error, G_error, kind = None, None, "hessian"
+        kind = "hessian" if estimator.promise == "block" else "gauss_newton"
         error, cosine = self._block_error(layer, block, kind)
-        promised = [Q_error if Q_error is not None else error]
-        if method.lower().startswith("kflr") and G_error is not None:
-            promised.append(G_error)
-        ok = all(value <= tolerance for value in promised)
-        return Row(layer, method, (block.rows, block.columns), Q_error, G_error, error, cosine, ok)
+        promised = [Q_error, *self._promised(layer, estimator, block, G_error, error)]
+        ok = all(value <= tolerance for value in promised if value is not None)
+        return Row(
+            layer,
+            method,
+            (block.rows, block.columns),
+            Q_error,
+            G_error,
+            error,
+            cosine,
+            _verdict(ok, estimator, error if G_error is None else G_error, tolerance),
+        )
+
+    def _promised(
+        self, layer: str, estimator: Estimator, block: Block, G: float | None, whole: float
+    ) -> list[float | None]:
+        """The errors that must be rounding, besides that of Q."""
+        if estimator.promise == "recursion" and isinstance(block, KroneckerBlock):
+            return [_relative(block.G, self.recursion[layer])]
+        if estimator.promise == "G":
+            return [G]
+        return [whole] if estimator.promise == "block" else []
 
     def _block_error(self, layer: str, block: Block, kind: str) -> tuple[float, float]:
         """Error and cosine in the Frobenius norm, estimated by random vectors.
@@ -216,25 +278,35 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}"
 
 
-def _verdict(row: Row) -> str:
-    if not row.ok:
+def _verdict(ok: bool, estimator: Estimator, error: float, tolerance: float) -> str:
+    if not ok:
         return "WRONG"
-    return "exact" if row.G_error is None or row.G_error < 1e-4 else "approximate"
+    if error <= tolerance:
+        return "exact"
+    return "sampled" if estimator.promise == "sampled" else "approximate"
 
 
-def _first(batch: Batch, count: int) -> tuple[Batch, int]:
+def _first(batch: Batch, count: int, criterion: Any) -> tuple[Batch, int]:
     """The first data of a batch, and how many there were."""
-    given: list[int] = []
+    sizes: list[int] = []
+
+    def measure(part: Any) -> None:
+        if isinstance(part, Tensor) and part.ndim:
+            sizes.append(part.shape[0])
+        elif isinstance(part, (tuple, dict)):
+            for p in part.values() if isinstance(part, dict) else part:
+                measure(p)
 
     def cut(part: Any) -> Any:
         if isinstance(part, Tensor) and part.ndim:
-            given.append(part.shape[0])
             return part[:count]
         if isinstance(part, dict):
             return {key: cut(value) for key, value in part.items()}
-        if isinstance(part, (tuple, list)):
-            return tuple(cut(value) for value in part)
-        return part
+        return tuple(cut(value) for value in part) if isinstance(part, tuple) else part
 
-    used = (cut(batch[0]), cut(batch[1]))
-    return used, max(given, default=0)
+    measure(batch)
+    given = max(sizes, default=0)
+    weights = criterion.buffers() if isinstance(criterion, nn.Module) else ()
+    if any(w.ndim and w.shape[0] == given for w in weights):
+        return batch, given  # the criterion has a weight for each datum
+    return cut(batch), given

@@ -4,21 +4,38 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import ClassVar, Literal
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from gaussnewton.blocks import Block, KroneckerBlock
 from gaussnewton.chain import Chain
+from gaussnewton.errors import NonFiniteError
 from gaussnewton.tape import Record
+
+Exactness = Literal["G", "recursion", "block", "sampled"]
+"""What :func:`~gaussnewton.verify` may hold an estimator to: the exact E[𝒢], the nested
+expectation of KFRA, the whole block, or nothing because it is random."""
 
 
 class Estimator(ABC):
     """Turns the record of one batch into one block for each trained layer."""
 
-    @abstractmethod
+    promise: ClassVar[Exactness]
+
     def __call__(self, record: Record) -> Mapping[str, Block]:
         """The blocks, by the qualified names of the layers, in the order of θ."""
+        device = record.outputs.device.type
+        with torch.autocast(device, enabled=False):
+            blocks = self.estimate(Chain(record))
+        _check_finite(blocks)
+        return blocks
+
+    @abstractmethod
+    def estimate(self, chain: Chain) -> Mapping[str, Block]:
+        """The blocks of a chain of layers."""
 
 
 def kronecker_blocks(
@@ -33,3 +50,15 @@ def kronecker_blocks(
         )
         for name in chain.record.theta.groups
     }
+
+
+def _check_finite(blocks: Mapping[str, Block]) -> None:
+    # A trace is enough: no entry of a PSD matrix is larger than its diagonal.
+    traces = torch.stack([block.trace().double() for block in blocks.values()])
+    for name, finite in zip(blocks, traces.isfinite().tolist(), strict=True):
+        if not finite:
+            raise NonFiniteError(
+                f"the curvature of layer '{name}' is not finite, although outputs and loss are: "
+                "its inputs or a derivative behind it are infinite, or too large to be squared. "
+                "Check the data and scale them down."
+            )

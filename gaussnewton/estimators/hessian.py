@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from gaussnewton.blocks import DenseBlock
 from gaussnewton.chain import Chain, Link
 from gaussnewton.errors import MemoryLimitError
-from gaussnewton.estimators.base import Estimator
+from gaussnewton.estimators.base import Estimator, Exactness
 from gaussnewton.gram import widened
-from gaussnewton.losses.autodiff import output_hessian
-from gaussnewton.tape import Record
+from gaussnewton.losses.autodiff import output_derivatives
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,15 @@ class BlockHessian(Estimator):
 
     memory_limit: int = 4 * 2**30
 
-    def __call__(self, record: Record) -> dict[str, DenseBlock]:
-        chain = Chain(record)
+    promise: ClassVar[Exactness] = "block"
+
+    def estimate(self, chain: Chain) -> dict[str, DenseBlock]:
         self._check_size(chain)
-        outputs = widened(record.outputs.detach())
-        H = output_hessian(record.geometry, outputs, record.targets)
-        H = H.diag_embed() if H.ndim == 2 else H
-        gradient = _output_gradient(record, outputs)
+        # In the dtype of the user's own call, which the criterion's weights fit.
+        record = chain.record
+        H, gradient = output_derivatives(record.geometry, record.outputs.detach(), record.targets)
+        H = widened(H.diag_embed() if H.ndim == 2 else H)
+        gradient = widened(gradient)
         blocks: dict[str, DenseBlock] = {}
         for link in chain:
             H = link.segment.pull_hessian(H, gradient)
@@ -63,33 +64,28 @@ class BlockHessian(Estimator):
         return {name: blocks[name] for name in record.theta.groups}
 
     def _check_size(self, chain: Chain) -> None:
-        size = chain.record.outputs.element_size()
+        size, data = widened(chain.record.outputs).element_size(), chain.record.data
         for link in chain:
             group = chain.record.theta.groups.get(link.call.name)
-            data = chain.record.data
-            need = 3 * data * link.call.width**2 + (2 * group.size**2 if group else 0)
-            if need * size > self.memory_limit:
+            need = size * (3 * data * link.call.width**2 + (3 * group.size**2 if group else 0))
+            if need > self.memory_limit:
                 raise MemoryLimitError(
                     f"the dense Hessian block of layer '{link.call.name}' needs about "
-                    f"{need * size / 2**30:.1f} GiB, more than the limit of "
+                    f"{need / 2**30:.1f} GiB, more than the limit of "
                     f"{self.memory_limit / 2**30:.1f} GiB. Use 'kflr' or 'kfra', whose blocks are "
                     "factored, or raise gn.BlockHessian(memory_limit=…)."
                 )
-
-
-def _output_gradient(record: Record, outputs: Tensor) -> Float[Tensor, "n d"]:
-    h = outputs.requires_grad_()
-    with torch.enable_grad():
-        loss = record.geometry.value(h, record.targets)
-        (gradient,) = torch.autograd.grad(loss, h)
-    return gradient.flatten(1)
 
 
 def _block(link: Link, H: Float[Tensor, "n d d"]) -> DenseBlock:
     """Σ_n (a_n a_nᵀ) ⊗ H_n."""
     a = link.call.rule.rows(link.call.module, link.call.unspoiled_input())
     rows, columns = H.shape[1], a.shape[1]
-    outer = (a.unsqueeze(2) * a.unsqueeze(1)).flatten(1)
-    product = (outer.T @ H.flatten(1)).reshape(columns, columns, rows, rows)
-    size = rows * columns
-    return DenseBlock(product.permute(0, 2, 1, 3).reshape(size, size), rows, columns)
+    # In parts of so many data that their a aᵀ take no more than the block itself.
+    step = max(1, rows**2)
+    product = a.new_zeros(columns**2, rows**2)
+    for part, matrices in zip(a.split(step), H.split(step), strict=True):
+        outer = (part.unsqueeze(2) * part.unsqueeze(1)).flatten(1)
+        product.addmm_(outer.T, matrices.flatten(1))
+    tiles = product.reshape(columns, columns, rows, rows).permute(0, 2, 1, 3)
+    return DenseBlock(tiles.reshape(rows * columns, rows * columns), rows, columns)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from gaussnewton.blocks import KroneckerBlock
 from gaussnewton.chain import Chain
-from gaussnewton.estimators.base import Estimator, kronecker_blocks
+from gaussnewton.estimators.base import Estimator, Exactness, kronecker_blocks
 from gaussnewton.estimators.recursion import summed_recursion
-from gaussnewton.gram import widened
 from gaussnewton.perdatum import Roots
-from gaussnewton.tape import Record
 
 
 class KFAC(Estimator):
@@ -23,7 +23,8 @@ class KFAC(Estimator):
     Args:
         samples: S, draws for each datum.
         seed: of the estimator's own generator, which goes on from call to call and
-            touches no other random state.
+            touches no other random state. The name "kfac" makes a new estimator at each
+            call, with the same draws: to average over steps, keep one ``gn.KFAC()``.
         workspace: as in :class:`~gaussnewton.KFLR`.
 
     Example:
@@ -36,6 +37,8 @@ class KFAC(Estimator):
         True
     """
 
+    promise: ClassVar[Exactness] = "sampled"
+
     def __init__(self, samples: int = 1, seed: int = 0, workspace: int = 64 * 2**20) -> None:
         if samples < 1:
             raise ValueError(f"KFAC needs at least one sample for each datum, not {samples}")
@@ -43,7 +46,7 @@ class KFAC(Estimator):
         self._generator: torch.Generator | None = None
 
     def __repr__(self) -> str:
-        return f"KFAC(samples={self.samples}, seed={self.seed})"
+        return f"KFAC(samples={self.samples}, seed={self.seed}, workspace={self.workspace})"
 
     def generator(self, device: torch.device) -> torch.Generator:
         """The estimator's own source of randomness."""
@@ -51,9 +54,8 @@ class KFAC(Estimator):
             self._generator = torch.Generator(device=device).manual_seed(self.seed)
         return self._generator
 
-    def __call__(self, record: Record) -> dict[str, KroneckerBlock]:
-        chain = Chain(record)
-        outputs = widened(record.outputs.detach())
+    def estimate(self, chain: Chain) -> dict[str, KroneckerBlock]:
+        outputs, targets = chain.record.wide
         generator = self.generator(outputs.device)
-        scores = record.geometry.sample(outputs, record.targets, self.samples, generator)
+        scores = chain.record.geometry.sample(outputs, targets, self.samples, generator)
         return kronecker_blocks(chain, summed_recursion(chain, Roots(scores), self.workspace))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from gaussnewton.blocks import KroneckerBlock
 from gaussnewton.chain import Chain
-from gaussnewton.estimators.base import Estimator, kronecker_blocks
+from gaussnewton.estimators.base import Estimator, Exactness, kronecker_blocks
 from gaussnewton.estimators.recursion import summed_recursion
-from gaussnewton.gram import widened
-from gaussnewton.tape import Record
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,8 @@ class KFLR(Estimator):
 
     workspace: int = 64 * 2**20
 
-    def __call__(self, record: Record) -> dict[str, KroneckerBlock]:
-        chain = Chain(record)
-        start = record.geometry.hessian(widened(record.outputs.detach()), record.targets)
+    promise: ClassVar[Exactness] = "G"
+
+    def estimate(self, chain: Chain) -> dict[str, KroneckerBlock]:
+        start = chain.record.geometry.hessian(*chain.record.wide)
         return kronecker_blocks(chain, summed_recursion(chain, start, self.workspace))

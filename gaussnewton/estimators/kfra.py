@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from gaussnewton.blocks import KroneckerBlock
 from gaussnewton.chain import Chain
-from gaussnewton.estimators.base import Estimator, kronecker_blocks
-from gaussnewton.gram import widened
-from gaussnewton.tape import Record
+from gaussnewton.estimators.base import Estimator, Exactness, kronecker_blocks
 
 
 @dataclass(frozen=True)
@@ -34,10 +33,10 @@ class KFRA(Estimator):
         True
     """
 
-    def __call__(self, record: Record) -> dict[str, KroneckerBlock]:
-        chain = Chain(record)
-        outputs = widened(record.outputs.detach())
-        matrix = record.geometry.hessian(outputs, record.targets).total()
+    promise: ClassVar[Exactness] = "recursion"
+
+    def estimate(self, chain: Chain) -> dict[str, KroneckerBlock]:
+        matrix = chain.record.geometry.hessian(*chain.record.wide).total()
         G: dict[str, Tensor] = {}
         for link in chain:
             matrix = link.segment.pull_expected(matrix)

@@ -25,6 +25,7 @@ from gaussnewton.exact.preactivation import (
     input_moments,
     preactivation_gauss_newton,
     preactivation_hessian,
+    recursive_gauss_newton,
 )
 from gaussnewton.exact.products import fisher_product, gauss_newton_product, hessian_product
 
@@ -46,5 +47,6 @@ __all__ = [
     "output_hessian",
     "preactivation_gauss_newton",
     "preactivation_hessian",
+    "recursive_gauss_newton",
     "split",
 ]

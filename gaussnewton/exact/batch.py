@@ -1,8 +1,8 @@
-"""What a batch is, and how model and criterion are called on it."""
+"""One forward pass on a batch, and the scalar that the criterion makes of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from gaussnewton.batch import as_batch, call_model
 from gaussnewton.errors import BatchError, UnsupportedLossError
 from gaussnewton.parameters import Theta
 
@@ -28,23 +29,9 @@ class Evaluation:
 
 def evaluate(model: nn.Module, criterion: Criterion, batch: Sequence[Any]) -> Evaluation:
     """Run the model on a batch, with its graph. To be called inside ``unchanged(model)``."""
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise BatchError(
-            f"a batch is a pair (inputs, targets), not {type(batch).__name__}; several inputs go "
-            "in a tuple (positional) or a dict (by keyword) inside that pair"
-        )
-    theta = Theta(model)
-    inputs, targets = batch
-    return Evaluation(theta, one_tensor(criterion, run(model, inputs)), targets)
-
-
-def run(model: nn.Module, inputs: Any) -> Any:
-    """Call the model: a tuple spreads over arguments, a mapping over keywords."""
-    if isinstance(inputs, tuple):
-        return model(*inputs)
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(inputs)
+    pair = as_batch(batch)
+    outputs = one_tensor(criterion, call_model(model, pair))
+    return Evaluation(Theta(model), outputs, pair[1])
 
 
 def one_tensor(criterion: Criterion, outputs: Any) -> Float[Tensor, "n ..."]:

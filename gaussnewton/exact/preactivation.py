@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gaussnewton.exact.batch import Criterion, evaluate, loss, run
+from gaussnewton.batch import as_batch, call_model
+from gaussnewton.exact.batch import Criterion, evaluate, loss
 from gaussnewton.exact.output_hessian import output_hessian
 from gaussnewton.model_state import unchanged
 
@@ -44,14 +45,15 @@ def preactivation_gauss_newton(
                       [0., 8.]])}
     """
     result: dict[str, Tensor] = {}
-    with unchanged(model), _watch_linear_layers(model) as layers:
+    with unchanged(model), _watch_linear_layers(model) as calls:
         seen = evaluate(model, criterion, batch)
         middles = output_hessian(criterion, seen.outputs.detach(), seen.targets)
         outputs = seen.outputs.reshape(len(seen.outputs), -1)
-        for name, edge in _preactivations(layers, len(outputs)).items():
-            jacobians = _own_rows(outputs, edge)
-            result[name] = (jacobians.mT @ middles @ jacobians).sum(dim=0)
-    return result
+        for call in _called_once(calls, len(outputs)):
+            if call.trained:
+                jacobians = _own_rows(outputs, call.edge)
+                result[call.name] = (jacobians.mT @ middles @ jacobians).sum(dim=0)
+    return {name: result[name] for name in seen.theta.groups if name in result}
 
 
 def preactivation_hessian(
@@ -79,13 +81,58 @@ def preactivation_hessian(
                 [0., 2.]])
     """
     result: dict[str, Tensor] = {}
-    with unchanged(model), _watch_linear_layers(model) as layers:
+    with unchanged(model), _watch_linear_layers(model) as calls:
         seen = evaluate(model, criterion, batch)
         value = loss(criterion, seen.outputs, seen.targets)
-        for name, edge in _preactivations(layers, len(seen.outputs)).items():
-            (first,) = torch.autograd.grad(value, [edge], create_graph=True, materialize_grads=True)
-            result[name] = _own_rows(first, edge)
-    return result
+        for call in _called_once(calls, len(seen.outputs)):
+            if call.trained:
+                (first,) = torch.autograd.grad(
+                    value, [call.edge], create_graph=True, materialize_grads=True
+                )
+                result[call.name] = _own_rows(first, call.edge)
+    return {name: result[name] for name in seen.theta.groups if name in result}
+
+
+def recursive_gauss_newton(
+    model: nn.Module, criterion: Criterion, batch: Sequence[Any]
+) -> dict[str, Float[Tensor, "out out"]]:
+    r"""The nested expectation :math:`\hat G_λ = E[J^T \hat G_{λ+1} J]` of section 3.5.
+
+    Here :math:`J = ∂h_{λ+1} / ∂h_λ` for one datum, formed for every datum. It starts from the
+    exact sum at the last layer. It is what KFRA is defined to be, and equals
+    :func:`preactivation_gauss_newton` for one datum.
+
+    Args:
+        model: A chain of :class:`torch.nn.Linear` layers, each called once. It is left as it
+            was.
+        criterion: Called as ``criterion(outputs, targets)``.
+        batch: The pair (inputs, targets).
+
+    Returns:
+        A matrix for each linear layer with trainable parameters, by name.
+
+    Example:
+        >>> import torch, gaussnewton as gn
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+        >>> x, y = torch.ones(4, 3), torch.ones(4, 2)
+        >>> gn.exact.recursive_gauss_newton(model, torch.nn.MSELoss(reduction="sum"), (x, y))
+        {'0': tensor([[8., 0.],
+                      [0., 8.]])}
+    """
+    result: dict[str, Tensor] = {}
+    with unchanged(model), _watch_linear_layers(model) as calls:
+        seen = evaluate(model, criterion, batch)
+        *earlier, last = _called_once(calls, len(seen.outputs))
+        middles = output_hessian(criterion, seen.outputs.detach(), seen.targets)
+        jacobians = _own_rows(seen.outputs.reshape(len(seen.outputs), -1), last.edge)
+        matrix = (jacobians.mT @ middles @ jacobians).sum(dim=0)
+        result[last.name] = matrix
+        following = last
+        for call in reversed(earlier):
+            J = _jacobians(following, call)
+            matrix = (J.mT @ matrix @ J).mean(dim=0)
+            result[call.name], following = matrix, call
+    return {name: result[name] for name in seen.theta.groups if name in result}
 
 
 def input_moments(
@@ -133,35 +180,37 @@ def input_moments(
     ]
     try:
         with unchanged(model):
-            run(model, batch[0])
+            call_model(model, as_batch(batch))
     finally:
         for handle in handles:
             handle.remove()
     return result
 
 
-@dataclass
-class _Calls:
-    """What one layer returned: a place in the graph and a shape, for each call."""
+@dataclass(frozen=True)
+class _Call:
+    """What one call of a layer returned: a place in the graph, a shape, and a zero like it."""
 
-    edges: list[GradientEdge] = field(default_factory=list)
-    shapes: list[torch.Size] = field(default_factory=list)
+    name: str
+    trained: bool
+    edge: GradientEdge
+    shape: torch.Size
+    zero: Tensor
 
 
 @contextmanager
-def _watch_linear_layers(model: nn.Module) -> Iterator[dict[str, _Calls]]:
-    """Note where in the graph each trainable linear layer's output is.
+def _watch_linear_layers(model: nn.Module) -> Iterator[list[_Call]]:
+    """Note where in the graph the outputs of linear layers are, in the order of the calls.
 
     A place in the graph is kept and not the tensor, because an activation that works in place
     gives the tensor another value and another place.
     """
-    calls: dict[str, _Calls] = {}
-    handles = []
-    for name, module in model.named_modules():
-        own = module.parameters(recurse=False)
-        if isinstance(module, nn.Linear) and any(p.requires_grad for p in own):
-            calls[name] = _Calls()
-            handles.append(module.register_forward_hook(_note_in(calls[name])))
+    calls: list[_Call] = []
+    handles = [
+        module.register_forward_hook(_note_in(calls, name), prepend=True)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
     try:
         yield calls
     finally:
@@ -169,21 +218,35 @@ def _watch_linear_layers(model: nn.Module) -> Iterator[dict[str, _Calls]]:
             handle.remove()
 
 
-def _note_in(calls: _Calls) -> Any:
-    def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-        calls.edges.append(get_gradient_edge(output))
-        calls.shapes.append(output.shape)
+def _note_in(calls: list[_Call], name: str) -> Any:
+    def hook(module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            trained = any(p.requires_grad for p in module.parameters(recurse=False))
+            edge, zero = get_gradient_edge(output), output.detach().new_zeros(())
+            calls.append(_Call(name, trained, edge, output.shape, zero))
 
     return hook
 
 
-def _preactivations(layers: dict[str, _Calls], n: int) -> dict[str, GradientEdge]:
+def _called_once(calls: list[_Call], n: int) -> list[_Call]:
     """The layers that were called once, and once for each datum."""
-    return {
-        name: calls.edges[0]
-        for name, calls in layers.items()
-        if len(calls.edges) == 1 and len(calls.shapes[0]) == 2 and calls.shapes[0][0] == n
-    }
+    names = [call.name for call in calls]
+    return [
+        call
+        for call in calls
+        if names.count(call.name) == 1 and len(call.shape) == 2 and call.shape[0] == n
+    ]
+
+
+def _jacobians(end: _Call, start: _Call) -> Float[Tensor, "n k out"]:
+    """The derivatives of one layer's pre-activations by an earlier layer's, datum by datum."""
+    rows = []
+    for k in range(end.shape[1]):
+        unit = end.zero.repeat(end.shape)
+        unit[:, k] = 1
+        (row,) = torch.autograd.grad([end.edge], [start.edge], [unit], retain_graph=True)
+        rows.append(row)
+    return torch.stack(rows, dim=1)
 
 
 def _own_rows(function: Float[Tensor, "n k"], edge: GradientEdge) -> Float[Tensor, "n k out"]:

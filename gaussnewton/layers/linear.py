@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gaussnewton.errors import UnsupportedGraphError
 from gaussnewton.gram import gram, widened
 from gaussnewton.layers.rule import LayerRule, register_layer
 from gaussnewton.perdatum import PerDatum
@@ -16,13 +15,18 @@ from gaussnewton.perdatum import PerDatum
 class LinearRule(LayerRule):
     """h = W a (eq. nn), a bias being the last column of W and a 1 below a."""
 
-    def check(self, name: str, input: Tensor) -> None:
-        if input.ndim != 2:
-            raise UnsupportedGraphError(
-                f"layer '{name}' (Linear) was called on inputs of shape {tuple(input.shape)}. "
-                "Weights shared over more dimensions than the batch are not supported: "
-                "flatten the inputs to [n, features]."
-            )
+    def fits(self, module: nn.Linear) -> bool:
+        # Pruning and old-style normalisations compute the weight from other parameters.
+        own = module._parameters
+        return set(own) <= {"weight", "bias"} and own.get("weight") is not None
+
+    def objection(self, input: Tensor) -> str | None:
+        if input.ndim == 2:
+            return None
+        return (
+            f"was called on inputs of shape {tuple(input.shape)}. Weights shared over more "
+            "dimensions than the batch are not supported: flatten the inputs to [n, features]."
+        )
 
     def rows(self, module: nn.Linear, input: Tensor) -> Float[Tensor, "n columns"]:
         parts = []
@@ -51,12 +55,25 @@ class LinearRule(LayerRule):
 
     def pull_expected(
         self, module: nn.Linear, G: Float[Tensor, "out out"]
-    ) -> Float[Tensor, "columns columns"]:
+    ) -> Float[Tensor, "in in"]:
         W = widened(module.weight.detach())
         return W.T @ (G @ W)
 
     def pull_rows(self, module: nn.Linear, rows: Tensor) -> Tensor:
         return rows @ widened(module.weight.detach())
+
+    def push(
+        self, module: nn.Linear, direction: Float[Tensor, "k rows columns"], input: Tensor
+    ) -> Float[Tensor, "k n rows"]:
+        a, k, rows = widened(input), direction.shape[0], direction.shape[1]
+        if not module.weight.requires_grad:
+            return direction.mT.expand(-1, a.shape[0], -1)
+        V = direction[:, :, : a.shape[1]].flatten(0, 1)
+        moved = (a @ V.T).unflatten(1, (k, rows)).transpose(0, 1)
+        return moved + direction[:, :, -1].unsqueeze(1) if _trains_bias(module) else moved
+
+    def push_rows(self, module: nn.Linear, rows: Float[Tensor, "k n d"]) -> Float[Tensor, "k n e"]:
+        return rows @ widened(module.weight.detach()).T
 
 
 def _trains_bias(module: nn.Linear) -> bool:

@@ -15,9 +15,13 @@ from gaussnewton.perdatum import PerDatum
 class LayerRule(ABC):
     """The meaning of one layer type: its factor Q, and the way back through it."""
 
+    def fits(self, module: Any) -> bool:  # noqa: ARG002
+        """Whether the module is an ordinary one of its type, e.g. not reparametrised."""
+        return True
+
     @abstractmethod
-    def check(self, name: str, input: Tensor) -> None:
-        """Raise a named error where this call of the layer cannot be handled."""
+    def objection(self, input: Tensor) -> str | None:
+        """Why a call on this input cannot be handled, or None."""
 
     @abstractmethod
     def rows(self, module: Any, input: Tensor) -> Float[Tensor, "n columns"]:
@@ -36,14 +40,22 @@ class LayerRule(ABC):
         """Wᵀ M_n W for each datum."""
 
     @abstractmethod
-    def pull_expected(
-        self, module: Any, G: Float[Tensor, "out out"]
-    ) -> Float[Tensor, "columns columns"]:
+    def pull_expected(self, module: Any, G: Float[Tensor, "out out"]) -> Float[Tensor, "in in"]:
         """Wᵀ G W for one matrix."""
 
     @abstractmethod
     def pull_rows(self, module: Any, rows: Tensor) -> Tensor:
         """Vectors at the outputs, times W: gradients at the inputs."""
+
+    @abstractmethod
+    def push(
+        self, module: Any, direction: Float[Tensor, "k rows columns"], input: Tensor
+    ) -> Float[Tensor, "k n rows"]:
+        """V a: how the outputs move when the matrix ``[W | b]`` moves along V."""
+
+    @abstractmethod
+    def push_rows(self, module: Any, rows: Float[Tensor, "k n d"]) -> Float[Tensor, "k n e"]:
+        """W r: tangents at the inputs, carried to the outputs."""
 
 
 _RULES: dict[type[nn.Module], LayerRule] = {}
@@ -63,7 +75,8 @@ def rule_for(module: nn.Module) -> LayerRule | None:
     """The rule of a module's type; of a base type if the forward is the same; or None."""
     for base in type(module).__mro__:
         if base in _RULES:
-            return _RULES[base] if type(module).forward is base.forward else None
+            plain = type(module).forward is base.forward and "forward" not in vars(module)
+            return _RULES[base] if plain and _RULES[base].fits(module) else None
     return None
 
 

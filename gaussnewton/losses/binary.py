@@ -39,7 +39,7 @@ class BernoulliGeometry(ElementwiseGeometry):
     def _weights(self, outputs: Tensor, targets: Tensor) -> Tensor:
         weights = torch.full_like(outputs, self.factor(outputs))
         if self.criterion.weight is not None:
-            weights = weights * self.criterion.weight
+            weights = weights * self.criterion.weight.to(outputs)
         if self.criterion.pos_weight is not None:
-            weights = weights * (1 + (self.criterion.pos_weight - 1) * targets)
-        return weights
+            weights = weights * (1 + (self.criterion.pos_weight.to(outputs) - 1) * targets)
+        return weights.clamp(min=0)  # the PSD part, should a weight be negative

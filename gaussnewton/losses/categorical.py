@@ -39,12 +39,15 @@ class CategoricalGeometry(Geometry):
             )
         if not targets.is_floating_point():
             counted = targets[targets != self.criterion.ignore_index]
-            if not counted.numel():
+            if not counted.numel() and self.averages:
                 raise BatchError(
                     f"{name}: all {targets.numel()} targets are ignore_index "
                     f"({self.criterion.ignore_index}), so the batch has no loss. Skip it."
                 )
-            if not 0 <= int(counted.min()) <= int(counted.max()) < outputs.shape[1]:
+            if (
+                counted.numel()
+                and not 0 <= int(counted.min()) <= int(counted.max()) < outputs.shape[1]
+            ):
                 raise BatchError(
                     f"{name}: class indices run from {int(counted.min())} to "
                     f"{int(counted.max())}, but the outputs have {outputs.shape[1]} classes."
@@ -71,7 +74,8 @@ class CategoricalGeometry(Geometry):
     def _weights(self, outputs: Tensor, targets: Tensor) -> Float[Tensor, "n s"]:
         """The weight of each position in the scalar: the total of its soft target."""
         mass = self._mass(outputs, targets)
-        return mass / self._divisor(outputs, targets) if self.averages else mass
+        weights = mass / self._divisor(outputs, targets) if self.averages else mass
+        return weights.clamp(min=0)  # the PSD part, should a weight be negative
 
     def _mass(self, outputs: Tensor, targets: Tensor) -> Float[Tensor, "n s"]:
         classes = outputs.shape[1]
@@ -99,7 +103,7 @@ class CategoricalGeometry(Geometry):
 
     def _class_weight(self, outputs: Tensor) -> Tensor:
         weight = self.criterion.weight
-        return outputs.new_ones(outputs.shape[1]) if weight is None else weight.to(outputs.dtype)
+        return outputs.new_ones(outputs.shape[1]) if weight is None else weight.to(outputs)
 
 
 @register_loss(nn.CrossEntropyLoss)

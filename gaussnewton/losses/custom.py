@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gaussnewton.errors import UnsupportedLossError
-from gaussnewton.losses.autodiff import output_hessian
+from gaussnewton.losses.autodiff import output_derivatives
 from gaussnewton.losses.geometry import Geometry
 from gaussnewton.losses.registry import register_loss
 from gaussnewton.perdatum import Dense, Diagonal, PerDatum
@@ -50,9 +50,7 @@ class Loss(nn.Module):
         sample: Sampler | None = None,
     ) -> None:
         super().__init__()
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f'reduction must be "mean" or "sum", not {reduction!r}')
-        self.fn, self.reduction, self.sample = fn, reduction, sample
+        self.fn, self.reduction, self.sample = fn, checked_reduction(reduction), sample
 
     def extra_repr(self) -> str:
         """The function's name, for ``repr``."""
@@ -63,6 +61,13 @@ class Loss(nn.Module):
         return self.fn(outputs, *targets)
 
 
+def checked_reduction(reduction: str) -> str:
+    """The reduction, if it is one that gives a scalar."""
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'reduction must be "mean" or "sum", not {reduction!r}')
+    return reduction
+
+
 @register_loss(Loss)
 class CustomGeometry(Geometry):
     """The geometry of a :class:`Loss`, by automatic differentiation."""
@@ -70,7 +75,7 @@ class CustomGeometry(Geometry):
     criterion: Loss
 
     def hessian(self, outputs: Tensor, targets: Any) -> PerDatum:
-        H = output_hessian(self, outputs, targets)
+        H, _ = output_derivatives(self, outputs, targets)
         if H.ndim == 2:
             return Diagonal(H.clamp(min=0), outputs.shape[0])
         return Dense(psd_part(H))

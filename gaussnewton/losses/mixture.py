@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from gaussnewton.losses.custom import CustomGeometry
+from gaussnewton.losses.custom import CustomGeometry, checked_reduction
 from gaussnewton.losses.registry import register_loss
 
 
@@ -31,7 +31,7 @@ class BinaryMixtureLoss(nn.Module):
 
     def __init__(self, reduction: Literal["mean", "sum"] = "mean") -> None:
         super().__init__()
-        self.reduction = reduction
+        self.reduction = checked_reduction(reduction)
 
     def forward(self, outputs: Float[Tensor, "n 3"], targets: Tensor) -> Float[Tensor, ""]:
         """The negative log-likelihood of targets 0 or 1."""

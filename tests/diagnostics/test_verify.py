@@ -34,31 +34,58 @@ def test_float32_with_large_layers() -> None:
     assert report.tolerance == 1e-4
 
 
-def test_a_wrong_estimator_is_caught() -> None:
-    class KFLRWrong(Estimator):
-        def __init__(self, factor: str) -> None:
-            self.factor = factor
+def scaled(base: type[Estimator], Q: float, G: float) -> Estimator:
+    """An estimator whose factors are off."""
 
-        def __repr__(self) -> str:
-            return "KFLR, wrong"
-
-        def __call__(self, record):
-            blocks = gn.KFLR()(record)
+    class Wrong(base):
+        def estimate(self, chain):
             return {
-                name: gn.KroneckerBlock(
-                    Q=b.Q * (1.001 if self.factor == "Q" else 1),
-                    G=b.G * (1.001 if self.factor == "G" else 1),
-                )
-                for name, b in blocks.items()
+                name: gn.KroneckerBlock(Q=b.Q * Q, G=b.G * G)
+                for name, b in super().estimate(chain).items()
             }
 
+    return Wrong()
+
+
+@pytest.mark.parametrize("base", [gn.KFLR, gn.KFRA])
+@pytest.mark.parametrize(("Q", "G"), [(1.001, 1), (1, 1.001)])
+def test_a_wrong_estimator_is_caught(base: type[Estimator], Q: float, G: float) -> None:
     net = network([4, 6, 3])
     batch = torch.randn(5, 4).double(), torch.randn(5, 3).double()
-    for factor in ("Q", "G"):
-        report = gn.verify(net, nn.MSELoss(), batch, [KFLRWrong(factor)], show=False)
-        assert not report.ok
-        assert "NOT as promised" in str(report)
-        assert "WRONG" in str(report)
+    assert gn.verify(net, nn.MSELoss(), batch, scaled(base, 1, 1), show=False).ok
+    report = gn.verify(net, nn.MSELoss(), batch, scaled(base, Q, G), show=False)
+    assert not report.ok
+    assert "NOT as promised" in str(report)
+    assert "WRONG" in str(report)
+
+
+def test_kfac_is_left_out_where_the_loss_has_no_distribution() -> None:
+    net = network([4, 6, 3])
+    batch = torch.randn(5, 4).double(), torch.randn(5, 3).double()
+    criterion = gn.Loss(lambda h, y: (h - y).pow(4).mean())
+    report = gn.verify(net, criterion, batch, show=False)
+    assert {row.method for row in report.rows} == {"kflr", "kfra"}
+    with pytest.raises(gn.errors.UnsupportedLossError):
+        gn.verify(net, criterion, batch, "kfac", show=False)
+
+
+def test_loaders_weights_for_each_datum_and_narrow_models() -> None:
+    net, x, y = network([4, 3]), torch.randn(40, 4).double(), torch.rand(40, 3).double()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=10)
+    assert gn.verify(net, nn.MSELoss(), loader, show=False).data == 10
+    weighted = nn.BCEWithLogitsLoss(weight=torch.rand(40, 1).double())
+    assert gn.verify(net, weighted, (x, y), show=False).data == 40
+    with pytest.raises(ValueError, match="Verify a wider copy"):
+        gn.verify(net.bfloat16(), nn.MSELoss(), (x.bfloat16(), y.bfloat16()), show=False)
+    with pytest.raises(gn.errors.BatchError, match="no batch at all"):
+        gn.verify(net, nn.MSELoss(), iter(()))
+
+
+def test_frozen_layers_in_between() -> None:
+    net = network([4, 6, 5, 3])
+    net.layers[1].requires_grad_(False)
+    batch = torch.randn(5, 4).double(), torch.randn(5, 3).double()
+    assert gn.verify(net, nn.MSELoss(), batch, show=False).ok
 
 
 @pytest.mark.parametrize("targets", ["tensor", "tuple"])

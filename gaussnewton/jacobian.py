@@ -1,0 +1,61 @@
+"""J·v: how the outputs move when the parameters do, from what one forward pass recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from gaussnewton.chain import Chain
+
+Directions = Mapping[str, Float[Tensor, "k rows columns"]]
+"""For each layer, k directions of its matrix ``[W | b]``."""
+
+
+def jacobian_product(
+    chain: Chain, directions: Directions, part: slice = slice(None)
+) -> Float[Tensor, "k n d"]:
+    """J v for k directions of all layers at once (the R-operator of appendix B.2).
+
+    Tangents go forward through the recorded layers and segments; nothing is evaluated a
+    second time.
+
+    Args:
+        chain: the layers.
+        directions: one stack for each trained layer.
+        part: the data to answer for.
+    """
+    tangent: Tensor | None = None
+    for link in reversed(chain.links):
+        call = link.call
+        moved = None if tangent is None else call.rule.push_rows(call.module, tangent)
+        if link.trained:
+            own = call.rule.push(call.module, directions[call.name], call.unspoiled_input()[part])
+            moved = own if moved is None else moved.add_(own)
+        assert moved is not None  # the chain ends at its first trained layer
+        tangent = link.segment.push(moved, part)
+    assert tangent is not None
+    return tangent
+
+
+def layer_jacobian_products(
+    chain: Chain, directions: Mapping[str, Float[Tensor, "rows columns"]], part: slice = slice(None)
+) -> Float[Tensor, "layers n d"]:
+    """J_λ v_λ of each trained layer by itself, the first layer first.
+
+    Their sum is J v, and any weighting of the layers is a weighted sum of them.
+    """
+    tangents: Tensor | None = None
+    for link in reversed(chain.links):
+        call = link.call
+        moved = None if tangents is None else call.rule.push_rows(call.module, tangents)
+        if link.trained:
+            V = directions[call.name].unsqueeze(0)
+            own = call.rule.push(call.module, V, call.unspoiled_input()[part])
+            moved = own if moved is None else torch.cat([moved, own])
+        assert moved is not None
+        tangents = link.segment.push(moved, part)
+    assert tangents is not None
+    return tangents
