@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -47,7 +48,17 @@ def call_model(model: nn.Module, batch: Batch) -> Any:
     inputs = batch[0]
     if isinstance(inputs, Mapping):
         return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    if not isinstance(inputs, tuple):
+        return model(inputs)
+    try:
+        inspect.signature(model.forward).bind(*inputs)
+    except TypeError as error:
+        raise BatchError(
+            f"{type(model).__name__} cannot be called with {len(inputs)} inputs ({error}). A tuple "
+            "is one batch (inputs, targets), and a tuple of inputs is several arguments; several "
+            "batches go in a list."
+        ) from error
+    return model(*inputs)
 
 
 def call_criterion(criterion: Callable[..., Tensor], outputs: Any, batch: Batch) -> Tensor:

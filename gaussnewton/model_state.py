@@ -53,7 +53,8 @@ def unchanged(*models: nn.Module) -> Iterator[None]:
             module.training = training
         for parameter, (gradient, requires_grad) in gradients.items():
             parameter.grad = gradient
-            parameter.requires_grad_(requires_grad)
+            if parameter.requires_grad is not requires_grad:
+                parameter.requires_grad_(requires_grad)
 
 
 def _put(

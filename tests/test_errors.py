@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from jaxtyping import TypeCheckError
 from torch import Tensor, nn
 
 import gaussnewton as gn
@@ -190,3 +191,55 @@ def test_dense_hessian_of_a_large_layer() -> None:
 def test_every_error_is_also_a_built_in_one(error: type) -> None:
     assert len(error.__bases__) == 2
     assert error.__doc__
+
+
+def test_classes_in_place_of_objects() -> None:
+    with pytest.raises(TypeError, match="criterion is the class CrossEntropyLoss"):
+        gn.curvature(mlp(), nn.CrossEntropyLoss, (X, Y))
+    with pytest.raises(TypeError, match="model is the class Linear"):
+        gn.curvature(nn.Linear, nn.CrossEntropyLoss(), (X, Y))
+    with pytest.raises(TypeError, match=r"not a torch\.nn\.Module"):
+        gn.curvature(lambda x: x, nn.CrossEntropyLoss(), (X, Y))
+    with pytest.raises(TypeError, match="cannot be called"):
+        gn.curvature(mlp(), 3, (X, Y))
+
+
+def test_a_tuple_of_batches() -> None:
+    with pytest.raises(errors.BatchError, match="several batches go in a list"):
+        gn.curvature(mlp(), nn.CrossEntropyLoss(), ((X, Y), (X, Y)))
+
+
+def test_layers_without_a_shape_yet() -> None:
+    with pytest.raises(errors.UnsupportedLayerError, match=r"'0' of type LazyLinear.*once before"):
+        gn.curvature(nn.Sequential(nn.LazyLinear(3)), nn.CrossEntropyLoss(), (X, Y))
+
+
+@pytest.mark.parametrize(
+    ("vector", "error", "message"),
+    [
+        ({"0.weight": torch.zeros(5, 4)}, ValueError, "part for '0.bias'.*but is None"),
+        ({"0.weight": torch.zeros(4, 5)}, ValueError, r"'0.weight' must have shape \(5, 4\)"),
+        ([torch.zeros(5, 4)], TypeError, "not list"),
+        (None, TypeError, "not NoneType"),
+        (torch.zeros(3, 3), ValueError, "does not fit"),
+    ],
+)
+def test_vectors_that_do_not_fit(vector: object, error: type, message: str) -> None:
+    curvature = gn.curvature(mlp(), nn.CrossEntropyLoss(), (X, Y))
+    with pytest.raises((error, TypeCheckError)):
+        curvature.solve(vector, damping=1.0)
+    if not isinstance(vector, torch.Tensor):
+        with pytest.raises(error, match=message):
+            curvature.solve(vector, damping=1.0)
+
+
+def test_curvatures_that_do_not_go_together() -> None:
+    model, criterion = mlp(), nn.CrossEntropyLoss()
+    kflr = gn.curvature(model, criterion, (X, Y))
+    hessian = gn.curvature(model, criterion, (X, Y), method="hessian")
+    other = gn.curvature(nn.Linear(4, 3), criterion, (X, Y))
+    for wrong in (hessian, other):
+        with pytest.raises(ValueError, match="the two curvatures differ at layer"):
+            kflr.average(wrong)
+        with pytest.raises(ValueError, match="the two curvatures differ at layer"):
+            kflr.merge(wrong)

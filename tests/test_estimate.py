@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import random
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import gaussnewton as gn
 from tests.problems import LOSSES, network, relative
@@ -108,11 +109,74 @@ def test_nothing_of_the_model_is_changed(method: str, training: bool, grad_mode:
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_works_under_inference_mode() -> None:
-    model, batch = nn.Linear(3, 2), (torch.randn(4, 3), torch.randn(4, 2))
-    expected = gn.curvature(model, nn.MSELoss(), batch)[""].G
-    with torch.no_grad():
-        torch.testing.assert_close(gn.curvature(model, nn.MSELoss(), batch)[""].G, expected)
+def test_works_under_inference_mode_and_with_its_tensors() -> None:
+    model, (x, y) = nn.Linear(3, 2), (torch.randn(4, 3), torch.randn(4, 2))
+    expected = gn.curvature(model, nn.MSELoss(), (x, y))[""].Q
+    with torch.inference_mode():
+        made = x * 1, y * 1
+        torch.testing.assert_close(gn.curvature(model, nn.MSELoss(), made)[""].Q, expected)
+    torch.testing.assert_close(gn.curvature(model, nn.MSELoss(), made)[""].Q, expected)
+
+
+def test_loader_without_a_length() -> None:
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield from zip(torch.ones(6, 3), torch.ones(6, 2), strict=True)
+
+    assert gn.curvature(nn.Linear(3, 2), nn.MSELoss(), DataLoader(Stream(), 2)).data == 6
+
+
+def test_collated_batches_with_several_inputs() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, left: Tensor, right: Tensor) -> Tensor:
+            return self.layer(torch.cat([left, right], dim=1))
+
+    model, left, right, y = Two(), torch.randn(5, 1), torch.randn(5, 3), torch.randn(5, 2)
+    expected = gn.curvature(model, nn.MSELoss(), ((left, right), y))["layer"].Q
+    for data in ([[left, right], y], [{"left": left, "right": right}, y], [[[left, right], y]]):
+        torch.testing.assert_close(gn.curvature(model, nn.MSELoss(), data)["layer"].Q, expected)
+    exact = gn.exact.gauss_newton_blocks(model, nn.MSELoss(), [[left, right], y])
+    assert exact["layer"].shape == (10, 10)
+
+
+def test_criterion_and_other_random_states_are_left_too() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, h: Tensor, y: Tensor) -> Tensor:
+            self.calls += 1
+            numpy.random.rand()
+            return (h - y).square().mean()
+
+    criterion, model = Counting(), nn.Linear(3, 2)
+    state = numpy.random.get_state()[1].copy()
+    gn.curvature(model, gn.Loss(criterion), (torch.randn(4, 3), torch.randn(4, 2)))
+    assert criterion.calls == 0
+    assert (numpy.random.get_state()[1] == state).all()
+
+
+def test_hessian_keeps_its_memory_limit_for_many_data() -> None:
+    """Outer products of inputs are formed for a part of the data at a time."""
+    model, n = nn.Linear(100, 1, bias=False), 400
+    x, y = torch.randn(n, 100), torch.randn(n, 1)
+    sizes: list[int] = []
+    original = Tensor.flatten
+
+    def spy(self: Tensor, *args: int) -> Tensor:
+        sizes.append(self.numel())
+        return original(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "flatten", spy)
+        H = gn.curvature(model, nn.MSELoss(), (x, y), method="hessian")[""].matrix
+    torch.testing.assert_close(H, 2 * x.T @ x / n)
+    assert max(sizes) <= x.numel()
 
 
 def test_chunks_bound_the_memory_of_the_recursion() -> None:
