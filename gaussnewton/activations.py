@@ -7,39 +7,73 @@ come from automatic differentiation.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Derivatives = Callable[[Any], tuple[Tensor, Callable[[], Tensor]]]
-"""From a node of the graph to f' and, when asked for, f''."""
+_aten = torch.ops.aten
 
 
-def _tanh(node: Any) -> tuple[Tensor, Callable[[], Tensor]]:
-    f = node._saved_result.detach()
-    slope = torch.addcmul(torch.ones((), dtype=f.dtype, device=f.device), f, f, value=-1)
-    return slope, lambda: -2 * f * slope
+@dataclass(frozen=True)
+class Activation:
+    """The derivatives of an elementwise function at the values that autograd saved.
+
+    Attributes:
+        saved: what autograd saved, shaped as the function's output.
+        slope: f'.
+        bend: f''.
+        backward: ``backward(g, saved)`` is g ⊙ f', in place, without f' ever being stored.
+    """
+
+    saved: Tensor
+    slope: Callable[[Tensor], Tensor]
+    bend: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
 
 
-def _sigmoid(node: Any) -> tuple[Tensor, Callable[[], Tensor]]:
-    f = node._saved_result.detach()
-    slope = torch.addcmul(f, f, f, value=-1)
-    return slope, lambda: slope * (1 - 2 * f)
+def _tanh(node: Any) -> Activation:
+    def slope(f: Tensor) -> Tensor:
+        return torch.addcmul(torch.ones((), dtype=f.dtype, device=f.device), f, f, value=-1)
+
+    return Activation(
+        node._saved_result.detach(),
+        slope,
+        lambda f: -2 * f * slope(f),
+        lambda g, f: _aten.tanh_backward.grad_input(g, f, grad_input=g),
+    )
 
 
-def _relu(node: Any) -> tuple[Tensor, Callable[[], Tensor]]:
-    f = node._saved_result.detach()
-    return (f > 0).to(f.dtype), lambda: torch.zeros_like(f)
+def _sigmoid(node: Any) -> Activation:
+    return Activation(
+        node._saved_result.detach(),
+        lambda f: torch.addcmul(f, f, f, value=-1),
+        lambda f: f * (1 - f) * (1 - 2 * f),
+        lambda g, f: _aten.sigmoid_backward.grad_input(g, f, grad_input=g),
+    )
 
 
-def _leaky_relu(node: Any) -> tuple[Tensor, Callable[[], Tensor]]:
-    h = node._saved_self.detach()
-    slope = torch.where(h > 0, torch.ones_like(h), node._saved_negative_slope)
-    return slope, lambda: torch.zeros_like(h)
+def _relu(node: Any) -> Activation:
+    return Activation(
+        node._saved_result.detach(),
+        lambda f: (f > 0).to(f.dtype),
+        torch.zeros_like,
+        lambda g, f: _aten.threshold_backward.grad_input(g, f, 0, grad_input=g),
+    )
 
 
-RULES: dict[str, Derivatives] = {
+def _leaky_relu(node: Any) -> Activation:
+    negative = node._saved_negative_slope
+    return Activation(
+        node._saved_self.detach(),
+        lambda h: torch.where(h > 0, torch.ones_like(h), negative),
+        torch.zeros_like,
+        lambda g, h: _aten.leaky_relu_backward.grad_input(g, h, negative, False, grad_input=g),
+    )
+
+
+RULES: dict[str, Callable[[Any], Activation]] = {
     "TanhBackward0": _tanh,
     "SigmoidBackward0": _sigmoid,
     "ReluBackward0": _relu,

@@ -18,8 +18,6 @@ def gram(
 ) -> Float[Tensor, "d d"]:
     """The Gram matrix scale · XᵀX of rows X, in float32 or wider.
 
-    Only the panels on and above the diagonal are multiplied; the rest is mirrored.
-
     Args:
         rows: X.
         scale: a factor, at no cost.
@@ -33,12 +31,25 @@ def gram(
         True
     """
     rows = widened(rows)
-    d = rows.shape[1]
-    result = rows.new_empty(d, d) if out is None else out
+    return symmetric_product(rows, rows, scale, out)
+
+
+def symmetric_product(
+    left: Float[Tensor, "n d"],
+    right: Float[Tensor, "n d"],
+    scale: float = 1.0,
+    out: Float[Tensor, "d d"] | None = None,
+) -> Float[Tensor, "d d"]:
+    """scale · LᵀR, for L and R whose product is known to be symmetric.
+
+    Only the panels on and above the diagonal are multiplied; the rest is mirrored.
+    """
+    d = left.shape[1]
+    result = left.new_empty(d, d) if out is None else out
     panels = max(1, round(d / _PANEL))
     for start, stop in pairwise(i * d // panels for i in range(panels + 1)):
         panel = result[start:stop, start:]
-        torch.addmm(panel, rows[:, start:stop].T, rows[:, start:], beta=0, alpha=scale, out=panel)
+        torch.addmm(panel, left[:, start:stop].T, right[:, start:], beta=0, alpha=scale, out=panel)
         result[stop:, start:stop] = result[start:stop, stop:].T
     return result
 

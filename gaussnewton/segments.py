@@ -7,8 +7,9 @@ functional call, a method, a lambda, dropout, a reshape, or several of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from gaussnewton.activations import REORDERS_NOTHING, RULES
+from gaussnewton.activations import REORDERS_NOTHING, RULES, Activation
 from gaussnewton.errors import UnsupportedGraphError
 from gaussnewton.gram import gram, widened
-from gaussnewton.perdatum import PerDatum
+from gaussnewton.perdatum import PerDatum, Roots
 from gaussnewton.perdatum.dense import psd_root
 from gaussnewton.probe import (
     datum_matrices,
@@ -82,16 +83,19 @@ class Identity(Segment):
         return H
 
 
-Bend = Callable[[Float[Tensor, "n e"]], Tensor]
-"""From the gradient at a to Σ_i (∂E/∂a_i) ∇²a_i: its diagonals, or its matrices."""
-
-
 class Elementwise(Segment):
     """Entry by entry: J = B = diag(f'(h)), and the Hessian gains D = diag(f''(h) ∂E/∂a)."""
 
-    def __init__(self, slope: Tensor, bend: Bend) -> None:
+    def __init__(self, slope: Tensor, path: Path) -> None:
         self.slope: Float[Tensor, "n d"] = widened(slope.flatten(1))
-        self.bend = bend
+        self.path = path
+
+    def bend(self, gradient: Float[Tensor, "n e"]) -> Tensor:
+        """D of each datum: ``[n, d]`` where it is diagonal.
+
+        A function that is elementwise only at this point has a full D, ``[n, d, d]``.
+        """
+        return self.path.second_derivative(gradient)
 
     def pull(self, matrices: PerDatum, part: slice) -> PerDatum:
         return matrices.scale(self.slope[part])
@@ -109,8 +113,29 @@ class Elementwise(Segment):
         self, H: Float[Tensor, "n e e"], gradient: Float[Tensor, "n e"]
     ) -> Float[Tensor, "n d d"]:
         B, D = self.slope, widened(self.bend(gradient))
-        # A function that only happens to be elementwise at this point has a full D.
         return B.unsqueeze(2) * H * B.unsqueeze(1) + (D.diag_embed() if D.ndim == 2 else D)
+
+
+class Known(Elementwise):
+    """An elementwise function with rules for its derivatives."""
+
+    def __init__(self, activation: Activation, data: int) -> None:
+        self.activation = activation
+        self.saved = activation.saved.reshape(data, -1)
+
+    @cached_property
+    def slope(self) -> Float[Tensor, "n d"]:  # type: ignore[override]
+        """f'(h)."""
+        return widened(self.activation.slope(self.saved))
+
+    def bend(self, gradient: Float[Tensor, "n e"]) -> Float[Tensor, "n d"]:
+        return widened(self.activation.bend(self.saved)) * gradient
+
+    def pull(self, matrices: PerDatum, part: slice) -> PerDatum:
+        if isinstance(matrices, Roots) and matrices.rows.dtype == self.saved.dtype:
+            saved = self.saved[part].unsqueeze(1)
+            return Roots(self.activation.backward(matrices.rows, saved.expand_as(matrices.rows)))
+        return super().pull(matrices, part)
 
 
 class General(Segment):
@@ -223,12 +248,10 @@ def segment_of(path: Path, between: str) -> Segment:
         return Identity()
     known = [node for node in path.nodes if node.name() in RULES]
     if len(known) == 1 and all(name in REORDERS_NOTHING or name in RULES for name in names):
-        slope, bend = RULES[known[0].name()](known[0])
-        n = path.data
-        return Elementwise(slope.reshape(n, -1), lambda g: bend().reshape(n, -1) * g)
+        return Known(RULES[known[0].name()](known[0]), path.data)
     diagonal = diagonal_of(path.vjp, path.like)
     if diagonal is not None:
-        return Elementwise(diagonal, path.second_derivative)
+        return Elementwise(diagonal, path)
     if not keeps_data_apart(path.vjp, path.like):
         raise UnsupportedGraphError(
             f"what lies between {between} ({', '.join(dict.fromkeys(names))}) mixes the data of "
