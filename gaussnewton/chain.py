@@ -122,10 +122,12 @@ def _trace(end: GradientEdge, by_node: dict[Any, LayerCall]) -> tuple[list[Any],
 
 
 def _refuse_bare_parameters(nodes: list[Any], record: Record, place: str) -> None:
+    leaves = [v for node in nodes if (v := getattr(node, "variable", None)) is not None]
+    if not leaves:
+        return
     owners = {id(p): key for group in record.theta for key, p in group.parameters.items()}
-    for node in nodes:
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) in owners:
+    for variable in leaves:
+        if id(variable) in owners:
             raise UnsupportedGraphError(
                 f"parameter '{owners[id(variable)]}' is used before {place} without calling the "
                 "layer that owns it. Curvature sees a layer's call only: call the module. A "

@@ -26,10 +26,11 @@ def unchanged(*models: nn.Module) -> Iterator[None]:
     Attention is computed by its plain formula inside the block, because its fused kernels
     cannot be differentiated twice.
     """
-    model = nn.ModuleList(models)
-    modes = {module: module.training for module in model.modules()}
-    buffers = {module: dict(module._buffers) for module in model.modules()}
-    gradients = {p: (p.grad, p.requires_grad) for p in model.parameters()}
+    modules = list(dict.fromkeys(module for model in models for module in model.modules()))
+    parameters = list(dict.fromkeys(p for model in models for p in model.parameters()))
+    modes = {module: module.training for module in modules}
+    buffers = {module: dict(module._buffers) for module in modules}
+    gradients = {p: (p.grad, p.requires_grad) for p in parameters}
     python_random = random.getstate()
     numpy_random = _numpy_random()
     numpy_state = None if numpy_random is None else numpy_random.get_state()
@@ -37,12 +38,13 @@ def unchanged(*models: nn.Module) -> Iterator[None]:
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
-            torch.random.fork_rng(devices=_cuda_devices(model)),
+            torch.random.fork_rng(devices=_cuda_devices(parameters)),
             torch.backends.cudnn.flags(enabled=False),
             sdpa_kernel(SDPBackend.MATH),
         ):
             _put(buffers, copies={})
-            model.zero_grad(set_to_none=True)  # what is accumulated inside goes elsewhere
+            for parameter in parameters:
+                parameter.grad = None  # what is accumulated inside goes elsewhere
             yield
     finally:
         random.setstate(python_random)
@@ -80,6 +82,6 @@ def _numpy_random() -> Any:
     return None if numpy is None else numpy.random
 
 
-def _cuda_devices(model: nn.Module) -> list[torch.device]:
+def _cuda_devices(parameters: list[nn.Parameter]) -> list[torch.device]:
     """The CUDA devices whose random state a forward pass may advance."""
-    return sorted({p.device for p in model.parameters() if p.is_cuda}, key=str)
+    return sorted({p.device for p in parameters if p.is_cuda}, key=str)
