@@ -21,7 +21,7 @@ lint: $(READY)
 # The peers live in an environment of their own, benchmarks/.venv.
 bench:
 	sh benchmarks/setup.sh
-	benchmarks/.venv/bin/python benchmarks/curvature.py
+	benchmarks/.venv/bin/python benchmarks/curvature.py --repeats 40 --budget 15
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
