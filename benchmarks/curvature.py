@@ -358,7 +358,7 @@ def version_of(library: Library) -> str:
 
 
 def environment(arguments: argparse.Namespace) -> dict[str, str | int]:
-    """What the numbers depend on; nothing that names the machine."""
+    """What the numbers depend on."""
     options = f"--repeats {arguments.repeats} --budget {arguments.budget:g}"
     options += "" if arguments.memory else " --no-memory"
     return {
