@@ -12,7 +12,9 @@ from gaussnewton.diagnostics import verify
 from gaussnewton.estimate import curvature
 from gaussnewton.estimators import KFAC, KFLR, KFRA, BlockHessian, Estimator
 from gaussnewton.losses import BinaryMixtureLoss, Loss
+from gaussnewton.optimizer import GaussNewton
 from gaussnewton.parameters import Theta
+from gaussnewton.settings import PAPER, Damping, Guard, Refresh, StepSize
 from gaussnewton.tape import Tape
 
 __version__ = "0.1.0"
@@ -21,14 +23,20 @@ __all__ = [
     "KFAC",
     "KFLR",
     "KFRA",
+    "PAPER",
     "BinaryMixtureLoss",
     "Block",
     "BlockHessian",
     "Curvature",
+    "Damping",
     "DenseBlock",
     "Estimator",
+    "GaussNewton",
+    "Guard",
     "KroneckerBlock",
     "Loss",
+    "Refresh",
+    "StepSize",
     "Tape",
     "Theta",
     "curvature",

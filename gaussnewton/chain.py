@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gaussnewton.errors import NonFiniteError, UnsupportedGraphError
-from gaussnewton.segments import Identity, Path, Segment, segment_of
+from gaussnewton.segments import General, Identity, Path, Segment, segment_of
 from gaussnewton.tape import LayerCall, Record
 
 
@@ -36,7 +36,6 @@ class Chain:
     """
 
     def __init__(self, record: Record) -> None:
-        _check_finite(record)
         _check_criterion(record)
         self.record = record
         self.links = list(_follow(record))
@@ -44,6 +43,16 @@ class Chain:
 
     def __iter__(self) -> Iterator[Link]:
         return iter(self.links)
+
+    @property
+    def needs_graph(self) -> bool:
+        """Whether some segment goes through autograd's graph and not through its own numbers."""
+        return any(isinstance(link.segment, General) for link in self.links)
+
+    @property
+    def trained(self) -> list[str]:
+        """The names of the trained layers, in the order of the forward pass."""
+        return [link.call.name for link in reversed(self.links) if link.trained]
 
     def _check_coverage(self) -> None:
         names = [link.call.name for link in self.links]
@@ -145,7 +154,8 @@ def _check_criterion(record: Record) -> None:
     _refuse_bare_parameters(nodes, record, "the loss")
 
 
-def _check_finite(record: Record) -> None:
+def check_finite(record: Record) -> None:
+    """Raise where a loss or output is not finite, and say where that began."""
     if bool(torch.isfinite(record.loss.detach()).all()) and _finite(record.outputs):
         return
     for call in record.calls:

@@ -8,7 +8,6 @@ because an in-place activation overwrites the output tensor right after.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gaussnewton.errors import RecordError, UnsupportedGraphError, UnsupportedLayerError
 from gaussnewton.gram import widened
+from gaussnewton.hooks import Hook
 from gaussnewton.layers.rule import LayerRule, rule_for, supported_layers
 from gaussnewton.losses import Geometry, geometry_of
 from gaussnewton.parameters import Theta
@@ -56,6 +56,7 @@ class Record:
     geometry: Geometry
     outputs: Tensor
     targets: Any
+    arguments: tuple[Any, ...]
     loss: Tensor
 
     @property
@@ -96,9 +97,9 @@ class Tape:
 
     def __init__(self, model: nn.Module, criterion: nn.Module) -> None:
         self.model, self.criterion = model, criterion
-        self.theta = Theta(model)
         self.geometry = geometry_of(criterion)
-        self._layers = _recorded_layers(model, self.theta)
+        self.theta = Theta(model)
+        self._layers = recorded_layers(model, self.theta)
         self._handles: list[RemovableHandle] = []
         self._calls: list[LayerCall] = []
         self._record: Record | None = None
@@ -116,14 +117,19 @@ class Tape:
 
     def __enter__(self) -> Tape:
         for name, module, rule in self._layers:
-            hook = self._layer_hook(name, rule)
             # First in line, so that what other hooks do to the output lies behind the layer.
+            hook = Hook(self, module, "_after_layer", name, rule)
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
+        criterion = self.criterion
         self._handles.append(
-            self.criterion.register_forward_pre_hook(self._before_criterion, with_kwargs=True)
+            criterion.register_forward_pre_hook(
+                Hook(self, criterion, "_before_criterion"), with_kwargs=True
+            )
         )
         self._handles.append(
-            self.criterion.register_forward_hook(self._after_criterion, with_kwargs=True)
+            criterion.register_forward_hook(
+                Hook(self, criterion, "_after_criterion"), with_kwargs=True
+            )
         )
         return self
 
@@ -132,63 +138,80 @@ class Tape:
             handle.remove()
         self._handles.clear()
 
-    def _layer_hook(self, name: str, rule: LayerRule) -> Callable[..., None]:
-        def hook(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-        ) -> None:
-            if not (torch.is_grad_enabled() and output.requires_grad):
-                return
-            input = args[0] if args else kwargs["input"]
-            objection = rule.objection(input)
-            if objection is not None:
-                if name not in self.theta.groups:
-                    return  # a frozen layer is then part of what lies between others
-                kind = type(module).__name__
-                raise UnsupportedGraphError(f"layer '{name}' ({kind}) {objection}")
-            self._calls.append(
-                LayerCall(
-                    name=name,
-                    module=module,
-                    rule=rule,
-                    input=input.detach(),
-                    input_edge=get_gradient_edge(input) if input.requires_grad else None,
-                    output_edge=get_gradient_edge(output),
-                    width=output.shape[1:].numel(),
-                    version=input._version,
-                )
-            )
+    def listening(self) -> bool:
+        """Whether calls are to be recorded now."""
+        return torch.is_grad_enabled()
 
-        return hook
+    def keep(self, record: Record) -> None:
+        """Take a record that has just been completed."""
+        self._record = record
+
+    def _after_layer(
+        self,
+        name: str,
+        rule: LayerRule,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Tensor,
+    ) -> None:
+        if not (self.listening() and output.requires_grad):
+            return
+        input = args[0] if args else kwargs["input"]
+        objection = rule.objection(input)
+        if objection is not None:
+            if name not in self.theta.groups:
+                return  # a frozen layer is then part of what lies between others
+            kind = type(module).__name__
+            raise UnsupportedGraphError(f"layer '{name}' ({kind}) {objection}")
+        self._calls.append(
+            LayerCall(
+                name=name,
+                module=module,
+                rule=rule,
+                input=input.detach(),
+                input_edge=get_gradient_edge(input) if input.requires_grad else None,
+                output_edge=get_gradient_edge(output),
+                width=output.shape[1:].numel(),
+                version=input._version,
+            )
+        )
 
     def _before_criterion(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if torch.is_grad_enabled():
-            self.geometry.check(*self._bind(args, kwargs))
-
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        if kwargs:
-            signature = inspect.signature(self.criterion.forward)
-            args = signature.bind_partial(*args, **kwargs).args
-        return self.geometry.bind(*args)
+        if self.listening():
+            self.geometry.check(*self.geometry.bind(*self._arguments(args, kwargs)))
 
     def _after_criterion(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Tensor
     ) -> None:
-        if not torch.is_grad_enabled():
-            return
-        outputs, targets = self._bind(args, kwargs)
+        if not self.listening():
+            return None
+        arguments = self._arguments(args, kwargs)
+        outputs, targets = self.geometry.bind(*arguments)
         if not outputs.requires_grad or not self._calls:
-            raise RecordError(
-                f"{type(self.criterion).__name__} was called on outputs that do not come from "
-                f"the recorded {type(self.model).__name__}: they are detached, or were computed "
-                "outside the record. Call the model inside `with gn.Tape(model, criterion):`."
-            )
+            return self._unrelated()
         calls, self._calls = self._calls, []
-        self._record = Record(self.theta, calls, self.geometry, outputs, targets, loss)
+        self.keep(Record(self.theta, calls, self.geometry, outputs, targets, arguments, loss))
+        return None
+
+    def _unrelated(self) -> None:
+        """The criterion was called on something else than the model's outputs."""
+        raise RecordError(
+            f"{type(self.criterion).__name__} was called on outputs that do not come from the "
+            f"recorded {type(self.model).__name__}: they are detached, or were computed outside "
+            "the record. Call the model inside `with gn.Tape(model, criterion):`."
+        )
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """What the criterion was called with, in order."""
+        if not kwargs:
+            return args
+        return inspect.signature(self.criterion.forward).bind_partial(*args, **kwargs).args
 
 
-def _recorded_layers(model: nn.Module, theta: Theta) -> list[tuple[str, nn.Module, LayerRule]]:
+def recorded_layers(model: nn.Module, theta: Theta) -> list[tuple[str, nn.Module, LayerRule]]:
     """The modules to record: all that have a rule; every trained one must have."""
     layers = []
     for name, module in model.named_modules():

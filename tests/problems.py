@@ -166,6 +166,7 @@ LOSSES: dict[str, LossCase] = {
 
 def relative(A: Tensor, B: Tensor) -> float:
     """‖A − B‖ / ‖B‖."""
+    A, B = A.detach(), B.detach()
     return float((A - B).norm() / B.norm().clamp(min=1e-300))
 
 
@@ -176,6 +177,17 @@ def moment_by_hand(rows: Tensor, bias: bool) -> Tensor:
         a = torch.cat([a, torch.ones(1, dtype=a.dtype)]) if bias else a
         total = total + torch.outer(a, a)
     return total / len(rows)
+
+
+def layer_inputs(net: Network, x: Tensor) -> dict[str, Tensor]:
+    """What enters each layer, by the layer's name."""
+    inputs, a = {}, x
+    with torch.no_grad():
+        for i, layer in enumerate(net.layers):
+            inputs[f"layers.{i}"] = a
+            a = layer(a)
+            a = net.functions[i](a) if i < len(net.functions) else a
+    return inputs
 
 
 def kfra_by_hand(net: Network, criterion: nn.Module, x: Tensor, y: Any) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gaussnewton.blocks import Block, KroneckerBlock
-from gaussnewton.chain import Chain
+from gaussnewton.chain import Chain, check_finite
 from gaussnewton.errors import NonFiniteError
 from gaussnewton.tape import Record
 
@@ -27,9 +27,13 @@ class Estimator(ABC):
 
     def __call__(self, record: Record) -> Mapping[str, Block]:
         """The blocks, by the qualified names of the layers, in the order of θ."""
-        device = record.outputs.device.type
-        with torch.autocast(device, enabled=False):
-            blocks = self.estimate(Chain(record))
+        check_finite(record)
+        return self.of_chain(Chain(record))
+
+    def of_chain(self, chain: Chain) -> Mapping[str, Block]:
+        """The same, where the chain of layers is known already."""
+        with torch.autocast(chain.record.outputs.device.type, enabled=False):
+            blocks = self.estimate(chain)
         _check_finite(blocks)
         return blocks
 

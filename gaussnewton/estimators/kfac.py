@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from gaussnewton.blocks import KroneckerBlock
 from gaussnewton.chain import Chain
@@ -53,6 +54,14 @@ class KFAC(Estimator):
         if self._generator is None or self._generator.device != device:
             self._generator = torch.Generator(device=device).manual_seed(self.seed)
         return self._generator
+
+    def random_state(self) -> Tensor | None:
+        """Where the draws have got to; None before the first."""
+        return None if self._generator is None else self._generator.get_state()
+
+    def set_random_state(self, state: Tensor, device: torch.device) -> None:
+        """Go on drawing from there."""
+        self.generator(device).set_state(state.cpu())
 
     def estimate(self, chain: Chain) -> dict[str, KroneckerBlock]:
         outputs, targets = chain.record.wide

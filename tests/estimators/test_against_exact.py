@@ -13,6 +13,7 @@ from tests.problems import (
     LOSSES,
     Network,
     kfra_by_hand,
+    layer_inputs,
     moment_by_hand,
     network,
     relative,
@@ -44,16 +45,6 @@ def check_all(net: Network, criterion: torch.nn.Module, x: torch.Tensor, y: obje
 
 def close(A: torch.Tensor, B: torch.Tensor) -> bool:
     return bool((A - B).norm() <= TOLERANCE * B.norm().clamp(min=1e-8))
-
-
-def layer_inputs(net: Network, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    inputs, a = {}, x
-    with torch.no_grad():
-        for i, layer in enumerate(net.layers):
-            inputs[f"layers.{i}"] = a
-            a = layer(a)
-            a = net.functions[i](a) if i < len(net.functions) else a
-    return inputs
 
 
 @pytest.mark.parametrize("function", ELEMENTWISE)

@@ -1,0 +1,25 @@
+"""Averaged parameters (appendix B.4)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+MEMORY = 0.95
+
+
+def update_average(average: Tensor | None, parameter: Tensor, t: int) -> Tensor:
+    r"""θ̂_t = β_t θ̂_{t−1} + (1 − β_t) θ_t with β_t = min(0.95, 1 − 1/t).
+
+    At first it is the plain mean of all parameters so far. It has no effect on training.
+
+    Example:
+        >>> import torch
+        >>> from gaussnewton.averaging import update_average
+        >>> mean = update_average(None, torch.tensor(1.0), t=1)
+        >>> update_average(mean, torch.tensor(3.0), t=2)
+        tensor(2.)
+    """
+    beta = min(MEMORY, 1 - 1 / t)
+    if average is None:
+        return parameter.detach().clone()
+    return average.lerp_(parameter.detach(), 1 - beta)

@@ -1,0 +1,198 @@
+"""Watching a user's own training loop: which forward passes made the gradient.
+
+A :class:`~gaussnewton.Tape` records one forward pass on request. An observer is a tape that
+stays attached, keeps what every pass in training mode saw until the optimiser steps, and can
+evaluate those passes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gaussnewton.chain import Chain
+from gaussnewton.errors import RecordError
+from gaussnewton.hooks import Hook
+from gaussnewton.model_state import unchanged
+from gaussnewton.parameters import Theta
+from gaussnewton.tape import Record, Tape, recorded_layers
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a forward pass began: what evaluating the same function again needs."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random_state: Tensor
+    buffers: dict[str, Tensor]
+
+
+@dataclass
+class Observation:
+    """One forward pass that ended in a call of the criterion.
+
+    Attributes:
+        chain: its layers, taken from the graph before ``backward`` frees it.
+        start: how it began.
+        places: for each argument of the criterion, which of the model's outputs it was.
+        factor: ∂(what was differentiated) / ∂loss, e.g. 1/4 in the mean of four batches;
+            None until a gradient has come back through the loss.
+    """
+
+    chain: Chain
+    start: Start
+    places: tuple[int | None, ...]
+    factor: Tensor | None = None
+
+    @property
+    def record(self) -> Record:
+        """What the pass saw."""
+        return self.chain.record
+
+    @property
+    def loss(self) -> Tensor:
+        """The scalar, as it was."""
+        return self.record.loss.detach().sum()
+
+
+class Observer(Tape):
+    """Keeps the observations since the last step.
+
+    Silent in evaluation mode, under ``no_grad``, and in copies of the model.
+    """
+
+    def __init__(self, model: nn.Module, criterion: nn.Module) -> None:
+        super().__init__(model, criterion)
+        self.observations: list[Observation] = []
+        self._start: Start | None = None
+        self._model_outputs: list[Any] = []
+        self._paused = False
+        self.attach()
+
+    def attach(self) -> None:
+        """Put the hooks in place, for the layers that are trained now."""
+        self.__exit__()
+        self.theta = Theta(self.model)
+        self._layers = recorded_layers(self.model, self.theta)
+        self.__enter__()
+        before = Hook(self, self.model, "_before_model")
+        after = Hook(self, self.model, "_after_model")
+        self._handles.append(
+            self.model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        )
+        self._handles.append(self.model.register_forward_hook(after))
+
+    def take(self) -> list[Observation]:
+        """The passes that the present gradient came from; all are forgotten here."""
+        taken = [o for o in self.observations if o.factor is not None]
+        self.forget()
+        for observation in taken:
+            if observation.chain.needs_graph:  # which backward has freed
+                observation.chain = self._record_again(observation)
+        return taken
+
+    def forget(self) -> None:
+        """Drop what was observed, as when the gradients are reset."""
+        self.observations = []
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Passes inside are not observed."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def evaluate(self, observation: Observation) -> Tensor:
+        """The loss of an observed pass at the parameters of now.
+
+        Random numbers and buffers are those of the pass, so that the same function is
+        evaluated; afterwards all is as it was.
+        """
+        geometry = observation.record.geometry
+        with self._as_it_began(observation.start), torch.no_grad():
+            return geometry.value(*geometry.bind(*self._arguments_again(observation)))
+
+    def _record_again(self, observation: Observation) -> Chain:
+        with self._as_it_began(observation.start):
+            with Tape(self.model, self.criterion) as tape:
+                self.criterion(*self._arguments_again(observation))
+            return Chain(tape.record)
+
+    @contextmanager
+    def _as_it_began(self, start: Start) -> Iterator[None]:
+        with self.paused(), unchanged(self.model, self.criterion):
+            torch.set_rng_state(start.random_state)
+            with torch.no_grad():
+                for name, buffer in self.model.named_buffers():
+                    buffer.copy_(start.buffers[name])
+            yield
+
+    def _arguments_again(self, observation: Observation) -> list[Any]:
+        """What the criterion would be called with, were the pass run again now."""
+        start = observation.start
+        outputs = _flat(self.model(*start.args, **start.kwargs))
+        return [
+            argument if place is None else outputs[place]
+            for argument, place in zip(
+                observation.record.arguments, observation.places, strict=True
+            )
+        ]
+
+    def listening(self) -> bool:
+        return super().listening() and self.model.training and not self._paused
+
+    def _before_model(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.listening():
+            return
+        if all(p.grad is None for group in self.theta for p in group.parameters.values()):
+            # Gradients were reset without telling the optimiser: older passes are void.
+            self.observations = [o for o in self.observations if o.factor is None]
+        buffers = {name: b.detach().clone() for name, b in self.model.named_buffers()}
+        self._start = Start(args, kwargs, torch.get_rng_state(), buffers)
+        self._calls = []
+
+    def _after_model(self, _: nn.Module, __: tuple[Any, ...], outputs: Any) -> None:
+        if self.listening():
+            self._model_outputs = _flat(outputs)
+
+    def _unrelated(self) -> None:
+        """Not our business: the criterion may serve other models too."""
+
+    def keep(self, record: Record) -> None:
+        assert self._start is not None  # there are calls, so the model was called
+        places = tuple(
+            next((i for i, o in enumerate(self._model_outputs) if o is argument), None)
+            for argument in record.arguments
+        )
+        if places[0] is None:
+            raise RecordError(
+                f"{type(self.criterion).__name__} was called on something that the model did not "
+                "return as it is, so the step cannot evaluate the loss again. Let the model "
+                "return what the criterion gets."
+            )
+        observation = Observation(Chain(record), self._start, places)
+        self.observations.append(observation)
+        record.loss.register_hook(lambda g: _set_factor(observation, g))
+
+
+def _set_factor(observation: Observation, gradient: Tensor) -> None:
+    # The loss may be differentiated more than once before a step; the gradients add up.
+    before = observation.factor
+    new = gradient.detach().reshape(-1)[0]
+    observation.factor = new if before is None else before + new
+
+
+def _flat(outputs: Any) -> list[Any]:
+    if isinstance(outputs, (tuple, list)):
+        return [leaf for part in outputs for leaf in _flat(part)]
+    if isinstance(outputs, dict):
+        return [leaf for part in outputs.values() for leaf in _flat(part)]
+    return [outputs]

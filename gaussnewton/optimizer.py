@@ -1,0 +1,668 @@
+"""``gn.GaussNewton``: the paper's algorithm as a ``torch.optim.Optimizer``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gaussnewton.averaging import update_average
+from gaussnewton.blocks import Inverse, Inversion, KroneckerBlock
+from gaussnewton.errors import NonFiniteError, RecordError
+from gaussnewton.estimators import KFAC, Estimator, estimator_of
+from gaussnewton.gram import widened
+from gaussnewton.observer import Observation, Observer
+from gaussnewton.progress import Progress
+from gaussnewton.quadratic import Quadratic, gauss_newton_gram
+from gaussnewton.settings import Damping, Guard, Refresh, StepSize
+
+Matrices = dict[str, Tensor]
+"""For each layer, something shaped like its matrix ``[W | b]``."""
+
+
+FEW_OUTPUTS = 16
+"""Up to so many outputs KFLR costs little more than KFRA, and is exact."""
+
+FIRST_MULTIPLES = (1000.0, 100.0, 10.0, 1.0, 0.1, 0.01)
+"""Of the mean curvature: what is tried for τ on the first batch."""
+
+GOOD_FALL = 0.85
+"""The share of the best first step's fall in loss with which a more damped one is as good."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A step that could be taken, and the quadratic model that proposes it."""
+
+    update: Matrices
+    model: Quadratic
+    coefficients: Tensor
+    scales: dict[str, Tensor] | None
+
+
+class GaussNewton(Optimizer):
+    """Gauss-Newton steps in place of ``torch.optim.Adam``, with nothing to tune.
+
+    The loop stays as it is: the optimiser watches the model's and the criterion's calls.
+
+    Args:
+        model: a network that :func:`~gaussnewton.curvature` can handle.
+        criterion: the loss module that the loop calls. Wrap a plain function once:
+            ``criterion = gn.Loss(fn)``.
+        params: parameters or parameter groups to train, as for any optimiser; by default
+            all that require gradients.
+        lr: scales every step. 1 is the step of the quadratic model; schedulers may lower it.
+        weight_decay: η, an L2 penalty η/2 ‖θ‖² on the parameters. It is part of the model's
+            curvature, not a shrinkage beside it.
+        curvature: "kfra", "kflr", "kfac" or an estimator. "auto" takes KFLR for few outputs
+            and KFRA for many.
+        inversion: "factored", or "exact" by eigendecompositions, which costs more.
+        damping: how τ and γ start and move.
+        step_size: how far to go.
+        refresh: how often curvature is estimated and inverted.
+        guard: what to do when something goes wrong.
+
+    Example:
+        >>> import torch, gaussnewton as gn
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(),
+        ...                             torch.nn.Linear(8, 1))
+        >>> criterion = torch.nn.MSELoss()
+        >>> optimizer = gn.GaussNewton(model, criterion)
+        >>> x = torch.randn(64, 4)
+        >>> y = x.prod(1, keepdim=True)
+        >>> for _ in range(40):
+        ...     optimizer.zero_grad()
+        ...     loss = criterion(model(x), y)
+        ...     loss.backward()
+        ...     optimizer.step()
+        >>> bool(criterion(model(x), y) < 0.1 * y.var())
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        criterion: nn.Module,
+        params: Iterable[Any] | None = None,
+        *,
+        lr: float = 1.0,
+        weight_decay: float = 0.0,
+        curvature: str | Estimator = "auto",
+        inversion: Inversion = "factored",
+        damping: Damping = Damping(),  # noqa: B008
+        step_size: StepSize = StepSize(),  # noqa: B008
+        refresh: Refresh = Refresh(),  # noqa: B008
+        guard: Guard = Guard(),  # noqa: B008
+    ) -> None:
+        trained = [p for p in model.parameters() if p.requires_grad] if params is None else params
+        super().__init__(trained, {"lr": lr, "weight_decay": weight_decay})
+        self.model, self.criterion = model, criterion
+        self.curvature, self.inversion = curvature, inversion
+        self.damping, self.step_size, self.refresh, self.guard = damping, step_size, refresh, guard
+        self.param_groups[0]["progress"] = Progress().as_dict()
+        self._begin()
+
+    def _begin(self) -> None:
+        """What a new, copied or unpickled optimiser sets up."""
+        self._observer = Observer(self.model, self.criterion)
+        self._estimator: Estimator | None = None
+        self._inverses: dict[str, Inverse] = {}
+        self._diagnostics: dict[str, Any] = {}
+
+    # One step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step with the gradients and the forward passes since the last one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        observations, progress = self._observer.take(), self._progress
+        gradient = self._gradient()
+        if not observations:
+            self._check_nothing_to_do(gradient)
+            return loss
+        before = self._objective([o.loss for o in observations], observations)
+        if self._usable(before, gradient, progress):
+            progress.t += 1
+            self._estimate(observations, progress)
+            proposal = self._choose(observations, gradient, before, progress)
+            self._move(proposal.update)
+            self._judge(observations, proposal, before, progress)
+            self._average(progress)
+        self.param_groups[0]["progress"] = progress.as_dict()
+        return loss
+
+    def _gradient(self) -> Matrices:
+        """∇f of each layer, the penalty's part η θ included."""
+        return {
+            group.name: widened(
+                group.matrix(
+                    {
+                        key: (torch.zeros_like(p) if p.grad is None else p.grad)
+                        + self._setting(p, "weight_decay") * p
+                        for key, p in group.parameters.items()
+                    }
+                )
+            )
+            for group in self._observer.theta
+        }
+
+    def _objective(self, losses: Sequence[Tensor], observations: Sequence[Observation]) -> Tensor:
+        """f: what was differentiated, with the penalty η/2 ‖θ‖²."""
+        total = torch.zeros((), dtype=torch.float64, device=losses[0].device)
+        for value, observation in zip(losses, observations, strict=True):
+            assert observation.factor is not None
+            total = total + observation.factor.double() * value.double()
+        for p in self._parameters():
+            eta = self._setting(p, "weight_decay")
+            if eta:
+                total = total + 0.5 * eta * p.double().square().sum()
+        return total
+
+    def _usable(self, before: Tensor, gradient: Matrices, progress: Progress) -> bool:
+        """Whether loss and gradient are finite; a step that is not is skipped and counted."""
+        sums = torch.stack([before, *(g.sum().double() for g in gradient.values())])
+        if bool(sums.isfinite().all()):
+            progress.skipped_in_a_row = 0
+            return True
+        progress.skipped += 1
+        progress.skipped_in_a_row += 1
+        if progress.skipped_in_a_row > self.guard.patience:
+            raise NonFiniteError(
+                f"{progress.skipped_in_a_row} steps in a row had a loss or gradient that is not "
+                "finite. Nothing was changed in any of them; look at the data, or at what the "
+                "model computes."
+            )
+        return False
+
+    # Curvature and its inverse
+
+    def _estimate(self, observations: Sequence[Observation], progress: Progress) -> None:
+        """Running averages of Q and G, and their inverses, when they are due."""
+        estimate = (progress.t - 1) % self.refresh.curvature == 0 or not self._blocks()
+        if estimate:
+            for name, block in self._fresh_blocks(observations).items():
+                self._store(name, block)
+        if progress.tau == 0:
+            return  # the first batch: the damping comes first
+        if estimate or (progress.t - 1) % self.refresh.inverse == 0:
+            self._invert(progress)
+        elif not self._inverses:  # a loaded or copied optimiser goes on as it was
+            self._inverses = self._inverses_with(progress.inverted_with)
+
+    def _fresh_blocks(self, observations: Sequence[Observation]) -> dict[str, KroneckerBlock]:
+        """The blocks of f, of all observed passes together."""
+        estimator = self._chosen_estimator(observations[0])
+        result: dict[str, KroneckerBlock] = {}
+        data = 0
+        for observation in observations:
+            assert observation.factor is not None
+            factor, count = float(observation.factor), observation.record.data
+            for name, block in estimator.of_chain(observation.chain).items():
+                assert isinstance(block, KroneckerBlock)
+                if name in result:
+                    result[name] = result[name].merge(block, (data, count), (1.0, factor))
+                else:
+                    result[name] = KroneckerBlock(block.Q, block.G * factor)
+            data += count
+        return result
+
+    def _store(self, name: str, fresh: KroneckerBlock) -> None:
+        """Average a fresh block into the running one, which is a plain mean at first."""
+        state = self._layer_state(name)
+        count = state.get("estimates", 0) + 1
+        decay = min(self.refresh.decay, 1 - 1 / count)
+        if count > 1:
+            fresh = KroneckerBlock(state["Q"], state["G"]).average(fresh, decay)
+        state.update(Q=fresh.Q, G=fresh.G, estimates=count)
+
+    def _blocks(self) -> dict[str, KroneckerBlock]:
+        states = {name: self._layer_state(name) for name in self._observer.theta.groups}
+        if any("Q" not in state for state in states.values()):
+            return {}
+        return {name: KroneckerBlock(state["Q"], state["G"]) for name, state in states.items()}
+
+    def _invert(self, progress: Progress) -> None:
+        progress.inverted_with = progress.gamma
+        self._inverses = self._inverses_with(progress.gamma)
+
+    def _inverses_with(self, gamma: float) -> dict[str, Inverse]:
+        return {
+            name: block.invert(gamma + self._eta(name), self.inversion)
+            for name, block in self._blocks().items()
+        }
+
+    # Direction and step size
+
+    def _choose(
+        self,
+        observations: Sequence[Observation],
+        gradient: Matrices,
+        before: Tensor,
+        progress: Progress,
+    ) -> Proposal:
+        """The step to take, after finding the damping where that is due."""
+        if progress.tau == 0:
+            self._find_damping(observations, gradient, before, progress)
+        elif self.damping.gamma == "search" and progress.t % self.damping.gamma_interval == 0:
+            return self._search_gamma(observations, gradient, progress)
+        proposal = self._propose(observations, gradient, self._inverses, progress.tau)
+        self._remember_scales(proposal)
+        return proposal
+
+    def _propose(
+        self,
+        observations: Sequence[Observation],
+        gradient: Matrices,
+        inverses: dict[str, Inverse],
+        tau: float,
+    ) -> Proposal:
+        """δ̃ = −C̃⁻¹ ∇f, and how much of it the quadratic model wants (appendix B.1, B.2)."""
+        direction = {name: -inverses[name].solve(g) for name, g in gradient.items()}
+        previous = self._previous() if self.step_size.momentum else None
+        if self.step_size.calibrate:
+            return self._calibrated(observations, gradient, direction, previous, tau)
+        stacks = [direction] if previous is None else [direction, previous]
+        together = {name: torch.stack([d[name] for d in stacks]) for name in direction}
+        gram = self._gram(observations, None, together)
+        dots = torch.stack([torch.stack([self._dot(a, b, tau) for b in stacks]) for a in stacks])
+        slopes = torch.stack([inner(gradient, d) for d in stacks])
+        model = Quadratic(gram + dots, slopes)
+        c = model.minimum()
+        return Proposal(combine(c, stacks), model, c, None)
+
+    def _calibrated(
+        self,
+        observations: Sequence[Observation],
+        gradient: Matrices,
+        direction: Matrices,
+        previous: Matrices | None,
+        tau: float,
+    ) -> Proposal:
+        """Scale each layer by its own exact line search, then solve for all together."""
+        names = observations[0].chain.trained
+        others = None if previous is None else {n: p.unsqueeze(0) for n, p in previous.items()}
+        gram = self._gram(observations, direction, others)
+        alone = [{name: direction[name]} for name in names]
+        spans: list[Matrices] = [*alone, *([] if previous is None else [previous])]
+        M = gram + torch.stack([torch.stack([self._dot(a, b, tau) for b in spans]) for a in spans])
+        b = torch.stack([inner(gradient, d) for d in spans])
+        layers = len(names)
+        own = (-b[:layers] / M.diagonal()[:layers]).clamp(min=1e-12).log()
+        scales = self._blend_scales(names, own)
+        basis = torch.zeros(
+            len(spans), 1 if previous is None else 2, dtype=M.dtype, device=M.device
+        )
+        basis[:layers, 0] = scales.exp()
+        if previous is not None:
+            basis[layers, 1] = 1
+        model = Quadratic(M, b).project(basis)
+        c = model.minimum()
+        scaled = {
+            name: direction[name] * scale.to(direction[name].dtype)
+            for name, scale in zip(names, scales.exp(), strict=True)
+        }
+        stacks = [scaled] if previous is None else [scaled, previous]
+        return Proposal(combine(c, stacks), model, c, dict(zip(names, scales, strict=True)))
+
+    def _gram(
+        self,
+        observations: Sequence[Observation],
+        layers: Matrices | None,
+        others: Matrices | None,
+    ) -> Tensor:
+        settings = self.step_size
+        return gauss_newton_gram(observations, layers, others, settings.part, settings.least)
+
+    def _blend_scales(self, names: Sequence[str], own: Tensor) -> Tensor:
+        """The running geometric mean of each layer's own step size, as logarithms."""
+        memory = self.step_size.memory
+        blended = []
+        for name, new in zip(names, own, strict=True):
+            old = self._layer_state(name).get("log_scale")
+            blended.append(new if old is None else memory * old.to(new) + (1 - memory) * new)
+        return torch.stack(blended)
+
+    def _remember_scales(self, proposal: Proposal) -> None:
+        for name, scale in (proposal.scales or {}).items():
+            self._layer_state(name)["log_scale"] = scale
+
+    # Damping
+
+    def _find_damping(
+        self,
+        observations: Sequence[Observation],
+        gradient: Matrices,
+        before: Tensor,
+        progress: Progress,
+    ) -> None:
+        """τ₀ and γ₀, from a range of multiples of the mean curvature.
+
+        The greatest of those whose first step lowers the loss nearly as much as the best
+        one does: the best first step is greedy, and where many are as good caution is free.
+        """
+        blocks = self._blocks()
+        size = sum(block.rows * block.columns for block in blocks.values())
+        mean = float(torch.stack([b.trace() for b in blocks.values()]).sum()) / size
+        if self.damping.tau is not None:
+            best = self.damping.tau
+        else:
+            falls = {}
+            for multiple in FIRST_MULTIPLES:
+                tau = multiple * mean
+                proposal = self._propose(observations, gradient, self._inverses_with(tau), tau)
+                self._move(proposal.update)
+                fall = float(before - self._evaluate(observations))
+                self._move(proposal.update, -1.0)
+                falls[tau] = fall if math.isfinite(fall) else -math.inf
+            good = [tau for tau, fall in falls.items() if fall >= GOOD_FALL * max(falls.values())]
+            best = max(good, default=FIRST_MULTIPLES[0] * mean)
+        progress.first_tau = progress.tau = progress.gamma = best
+        self._invert(progress)
+
+    def _search_gamma(
+        self, observations: Sequence[Observation], gradient: Matrices, progress: Progress
+    ) -> Proposal:
+        """The best of {ω γ, γ, γ/ω} by the quadratic model (appendix B.3)."""
+        omega = self.damping.decay**self.damping.gamma_interval
+        best: tuple[float, float, dict[str, Inverse], Proposal] | None = None
+        for gamma in (omega * progress.gamma, progress.gamma, progress.gamma / omega):
+            gamma = self._bounded(gamma, progress)
+            inverses = self._inverses_with(gamma)
+            proposal = self._propose(observations, gradient, inverses, progress.tau)
+            change = float(proposal.model.change(proposal.coefficients))
+            if best is None or change < best[0]:
+                best = (change, gamma, inverses, proposal)
+        assert best is not None
+        _, progress.gamma, self._inverses, proposal = best
+        progress.inverted_with = progress.gamma
+        self._remember_scales(proposal)
+        return proposal
+
+    def _judge(
+        self,
+        observations: Sequence[Observation],
+        proposal: Proposal,
+        before: Tensor,
+        progress: Progress,
+    ) -> None:
+        """ρ, and what follows from it for τ and for the step just taken (appendix B.3)."""
+        lr = float(self.param_groups[0]["lr"])
+        predicted = proposal.model.change(proposal.coefficients * lr)
+        rho, actual = None, None
+        due = progress.t % self.damping.tau_interval == 0 or progress.look
+        if due and lr:
+            after = self._evaluate(observations)
+            actual = after - before
+            rho = float(actual / predicted)
+            progress.look = False
+            if self.guard.refuse and not rho >= -self.guard.tolerance:
+                self._take_back(proposal, progress)
+            else:
+                self._adapt_tau(rho, progress)
+                self._remember(proposal.update)
+        else:
+            self._remember(proposal.update)
+        self._diagnostics = {
+            "loss": before,
+            "predicted": predicted,
+            "actual": actual,
+            "rho": rho,
+            "tau": progress.tau,
+            "gamma": progress.gamma,
+            "alpha": proposal.coefficients[0],
+            "momentum": proposal.coefficients[1] if len(proposal.coefficients) > 1 else 0.0,
+            "scales": {name: s.exp() for name, s in (proposal.scales or {}).items()},
+            "refused": progress.refused,
+            "skipped": progress.skipped,
+            "t": progress.t,
+        }
+
+    def _adapt_tau(self, rho: float, progress: Progress) -> None:
+        omega = self.damping.decay**self.damping.tau_interval
+        if rho > self.damping.lower_above:
+            progress.tau = self._bounded(progress.tau * omega, progress)
+        elif rho < self.damping.raise_below:
+            progress.tau = self._bounded(progress.tau / omega, progress)
+        if self.damping.gamma == "tied":
+            progress.gamma = progress.tau
+
+    def _take_back(self, proposal: Proposal, progress: Progress) -> None:
+        self._move(proposal.update, -1.0)
+        omega = self.damping.decay ** (4 * self.damping.tau_interval)
+        progress.tau = self._bounded(progress.tau / omega, progress)
+        if self.damping.gamma == "tied":
+            progress.gamma = progress.tau
+        progress.refused += 1
+        progress.look = True
+        self._invert(progress)
+        for p in self._parameters():
+            self.state[p].pop("update", None)
+
+    def _bounded(self, value: float, progress: Progress) -> float:
+        low, high = self.damping.bounds
+        return min(max(value, low * progress.first_tau), high * progress.first_tau)
+
+    # What a user asks of it
+
+    @property
+    def diagnostics(self) -> dict[str, Any]:
+        """The last step in plain numbers, ready for any logger.
+
+        ``loss`` before the step, the ``predicted`` and, where it was looked at, the
+        ``actual`` change and ρ; τ, γ, α, momentum, each layer's scale; and how many steps
+        were refused and skipped. Numbers are fetched only when this is read.
+        """
+        return {key: _plain(value) for key, value in self._diagnostics.items()}
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Evaluate with the averaged parameters (appendix B.4); training goes on without.
+
+        Example:
+            >>> import torch, gaussnewton as gn
+            >>> model, criterion = torch.nn.Linear(2, 1), torch.nn.MSELoss()
+            >>> optimizer = gn.GaussNewton(model, criterion)
+            >>> with optimizer.averaged(), torch.no_grad():
+            ...     _ = model(torch.zeros(1, 2))
+        """
+        kept = {p: p.detach().clone() for p in self._parameters()}
+        try:
+            with torch.no_grad():
+                for p in kept:
+                    p.copy_(self.state[p].get("average", p))
+            yield
+        finally:
+            with torch.no_grad():
+                for p, value in kept.items():
+                    p.copy_(value)
+
+    def averaged_parameters(self) -> dict[str, Tensor]:
+        """Copies of the averaged parameters, by name, as ``load_state_dict`` takes them."""
+        return {
+            name: self.state[p].get("average", p).detach().clone()
+            for name, p in self.model.named_parameters()
+            if p in self.state
+        }
+
+    def explain(self) -> str:
+        """A table of what each layer gets, and why."""
+        method = self.curvature
+        reason = "as asked for"
+        if method == "auto":
+            method = "kflr or kfra"
+            reason = f"kflr for up to {FEW_OUTPUTS} outputs, where it costs little and is exact"
+        if self._estimator is not None:
+            method = type(self._estimator).__name__
+        rows = [
+            [group.name or "(model)", f"{group.rows} x {group.columns}", "Kronecker", str(method)]
+            for group in self._observer.theta
+        ]
+        table = tabulate(rows, ["layer", "[W | b]", "block", "curvature"], disable_numparse=True)
+        return f"{table}\ncurvature: {reason}; inversion: {self.inversion}"
+
+    # torch.optim.Optimizer
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, and forget the forward passes that made them."""
+        super().zero_grad(set_to_none)
+        self._observer.forget()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, e.g. of a layer that was frozen so far."""
+        super().add_param_group(param_group)
+        if hasattr(self, "_observer"):
+            self._observer.attach()
+            self._inverses = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain tensors and numbers, for ``torch.load(weights_only=True)``."""
+        self._note_random_state()
+        return super().state_dict()
+
+    def _note_random_state(self) -> None:
+        if isinstance(self._estimator, KFAC):
+            self.param_groups[0]["random_state"] = self._estimator.random_state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a saved run stopped, bit for bit."""
+        super().load_state_dict(state_dict)
+        # torch casts all state to the dtype of its parameter; factors are wider than that.
+        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for i, p in zip(saved_ids, self._parameters(), strict=True):
+            for key, value in state_dict["state"].get(i, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[p][key] = value.to(p.device, copy=True)
+        self._inverses, self._estimator = {}, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._note_random_state()
+        state: dict[str, Any] = super().__getstate__()
+        keys = ("model", "criterion", "curvature", "inversion", "damping", "step_size")
+        return state | {key: getattr(self, key) for key in (*keys, "refresh", "guard")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "model" in state:
+            self._begin()
+
+    # Parameters and their state
+
+    def _move(self, update: Matrices, sign: float = 1.0) -> None:
+        """θ ← θ + lr · update, or back again."""
+        for group in self._observer.theta:
+            for key, part in group.tensors(update[group.name]).items():
+                p = group.parameters[key]
+                p.add_(part.to(p.dtype), alpha=sign * self._setting(p, "lr"))
+
+    def _remember(self, update: Matrices) -> None:
+        for group in self._observer.theta:
+            for key, part in group.tensors(update[group.name]).items():
+                p = group.parameters[key]
+                self.state[p]["update"] = part * self._setting(p, "lr")
+
+    def _previous(self) -> Matrices | None:
+        """The last update, for momentum; None if there is none for some layer."""
+        result = {}
+        for group in self._observer.theta:
+            parts = {key: self.state[p].get("update") for key, p in group.parameters.items()}
+            if any(part is None for part in parts.values()):
+                return None
+            result[group.name] = group.matrix(parts)
+        return result
+
+    def _evaluate(self, observations: Sequence[Observation]) -> Tensor:
+        return self._objective([self._observer.evaluate(o) for o in observations], observations)
+
+    def _average(self, progress: Progress) -> None:
+        for p in self._parameters():
+            state = self.state[p]
+            state["average"] = update_average(state.get("average"), p, progress.t)
+
+    def _dot(self, a: Matrices, b: Matrices, tau: float) -> Tensor:
+        """aᵀ (τ + η) b, over the layers that both have."""
+        terms = [
+            (tau + self._eta(name)) * (a[name].double() * b[name].double()).sum()
+            for name in a
+            if name in b
+        ]
+        like = next(iter(a.values()))
+        return torch.stack(terms).sum() if terms else like.new_zeros((), dtype=torch.float64)
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def _layer_state(self, name: str) -> dict[str, Any]:
+        """Where a layer's factors are kept: with the first of its parameters."""
+        return self.state[next(iter(self._observer.theta[name].parameters.values()))]
+
+    def _setting(self, p: nn.Parameter, key: str) -> float:
+        for group in self.param_groups:
+            if any(p is q for q in group["params"]):
+                return float(group[key])
+        return 0.0  # not ours to train
+
+    def _eta(self, name: str) -> float:
+        first = next(iter(self._observer.theta[name].parameters.values()))
+        return self._setting(first, "weight_decay")
+
+    @property
+    def _progress(self) -> Progress:
+        return Progress(**self.param_groups[0]["progress"])
+
+    def _chosen_estimator(self, observation: Observation) -> Estimator:
+        if self._estimator is None:
+            method = self.curvature
+            if method == "auto":
+                few = observation.record.outputs[0].numel() <= FEW_OUTPUTS
+                method = "kflr" if few else "kfra"
+            self._estimator = estimator_of(method)
+            saved = self.param_groups[0].get("random_state")
+            if isinstance(self._estimator, KFAC) and saved is not None:
+                self._estimator.set_random_state(saved, observation.record.outputs.device)
+        return self._estimator
+
+    def _check_nothing_to_do(self, gradient: Matrices) -> None:
+        if any(bool(g.any()) for g in gradient.values()):
+            raise RecordError(
+                "step() found gradients but no forward pass that made them. The model must be in "
+                "training mode, and both the model and the very criterion given to GaussNewton "
+                "must be called as modules, after the optimiser was made."
+            )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    return value
+
+
+def inner(a: Matrices, b: Matrices) -> Tensor:
+    """aᵀ b, over the layers that both have."""
+    return torch.stack(
+        [(a[name].double() * b[name].double()).sum() for name in b if name in a]
+    ).sum()
+
+
+def combine(c: Tensor, stacks: Sequence[Matrices]) -> Matrices:
+    """Σ c_i d_i."""
+    return {
+        name: sum(
+            (s.to(d[name].dtype) * d[name] for s, d in zip(c[1:], stacks[1:], strict=True)),
+            start=c[0].to(stacks[0][name].dtype) * stacks[0][name],
+        )
+        for name in stacks[0]
+    }

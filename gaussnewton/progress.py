@@ -1,0 +1,37 @@
+"""The numbers that an optimiser carries from step to step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass
+class Progress:
+    """Counters and damping, saved with the optimiser's state as plain numbers.
+
+    Attributes:
+        t: updates so far, refused ones included.
+        tau: τ; zero until the first batch has been seen.
+        gamma: γ.
+        first_tau: what the bounds of τ and γ are multiples of.
+        inverted_with: k = γ + η of the inverses in use.
+        skipped: steps skipped for numbers that were not finite.
+        skipped_in_a_row: those since the last good step.
+        refused: steps taken back.
+        look: whether the next step's ρ is looked at out of turn.
+    """
+
+    t: int = 0
+    tau: float = 0.0
+    gamma: float = 0.0
+    first_tau: float = 0.0
+    inverted_with: float = 0.0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    refused: int = 0
+    look: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, for a state dict."""
+        return asdict(self)

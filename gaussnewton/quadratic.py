@@ -1,0 +1,82 @@
+r"""The quadratic model of the loss with the full Gauss-Newton matrix (appendix B.2).
+
+.. math:: \hat f(δ; \bar C) = f + δ^T ∇f + \tfrac12 δ^T \bar C δ, \quad
+          \bar C = \bar G + (τ + η) I
+
+restricted to the span of a few directions, where it is a small matrix and a small vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from gaussnewton.jacobian import Directions, jacobian_product, layer_jacobian_products
+from gaussnewton.observer import Observation
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """f̂ on a span: for δ = Σ c_i d_i it is f + bᵀc + ½ cᵀ M c."""
+
+    M: Float[Tensor, "k k"]
+    b: Float[Tensor, " k"]
+
+    def minimum(self) -> Float[Tensor, " k"]:
+        """The coefficients c that minimise the model.
+
+        The rows are scaled to a unit diagonal first, so that a direction that has become
+        tiny, or nearly parallel to another, does not spoil the rest.
+        """
+        scale = self.M.diagonal().clamp(min=torch.finfo(self.M.dtype).tiny).rsqrt()
+        M = self.M * scale[:, None] * scale[None, :]
+        c = torch.linalg.pinv(M, hermitian=True, rtol=1e-8) @ (self.b * scale)
+        return -c * scale
+
+    def change(self, c: Float[Tensor, " k"]) -> Float[Tensor, ""]:
+        """f̂ − f at some coefficients."""
+        return self.b @ c + 0.5 * c @ self.M @ c
+
+    def project(self, basis: Float[Tensor, "k j"]) -> Quadratic:
+        """The model on the span of combinations of the directions."""
+        return Quadratic(basis.T @ self.M @ basis, basis.T @ self.b)
+
+
+def gauss_newton_gram(
+    observations: Sequence[Observation],
+    layers: dict[str, Tensor] | None,
+    others: Directions | None,
+    part: float,
+    least: int,
+) -> Float[Tensor, "m m"]:
+    """d_iᵀ Ḡ d_j for directions that each move one layer, and directions that move all.
+
+    Args:
+        observations: the forward passes whose loss is meant.
+        layers: one direction of each layer, taken as a direction by itself; first in the
+            result, in the order of the forward pass.
+        others: stacks of directions that move all layers.
+        part: the share of each batch to look at.
+        least: how many data of it to look at in any case.
+    """
+    total: Tensor | float = 0.0
+    for observation in observations:
+        record = observation.record
+        taken = min(record.data, max(least, round(part * record.data)))
+        where = slice(0, taken)
+        tangents = []
+        if layers is not None:
+            tangents.append(layer_jacobian_products(observation.chain, layers, where))
+        if others is not None:
+            tangents.append(jacobian_product(observation.chain, others, where))
+        J = torch.cat(tangents)
+        HJ = record.geometry.hessian(*record.wide).select(where).product(J)
+        gram = (J.flatten(1) @ HJ.flatten(1).T).double()
+        assert observation.factor is not None
+        total = total + gram * (observation.factor.double() * record.data / taken)
+    assert isinstance(total, Tensor)
+    return (total + total.T) / 2

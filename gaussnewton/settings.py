@@ -1,0 +1,97 @@
+"""What can be set about the optimiser, grouped by what it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Damping:
+    """How τ and γ start and move (appendix B.3).
+
+    Attributes:
+        tau: τ at the start; None finds it on the first batch. Give a number to repeat a
+            known run.
+        gamma: "tied" keeps γ = τ; "search" takes the best of {ω γ, γ, γ/ω} every
+            ``gamma_interval`` updates, as in the paper.
+        tau_interval: T_τ, updates between two looks at ρ. Each look costs a forward pass.
+        gamma_interval: T_γ.
+        decay: ω_τ is this to the power of T_τ, and ω_γ to the power of T_γ.
+        lower_above: τ falls where ρ is above this.
+        raise_below: τ rises where ρ is below this. The paper has 0.75 for both.
+        bounds: the least and greatest τ and γ, as multiples of the first τ.
+    """
+
+    tau: float | None = None
+    gamma: Literal["tied", "search"] = "tied"
+    tau_interval: int = 5
+    gamma_interval: int = 20
+    decay: float = 0.95
+    lower_above: float = 0.75
+    raise_below: float = 0.25
+    bounds: tuple[float, float] = (1e-10, 1e10)
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """How far to go along the direction (appendix B.2, and beyond it).
+
+    Attributes:
+        momentum: solve for the step size and a multiple of the last update together, on the
+            quadratic model of the full Gauss-Newton matrix.
+        calibrate: scale each layer's direction by a running geometric mean of its own exact
+            step size first. One scalar cannot mend a block-diagonal step.
+        memory: of that running mean.
+        part: the share of a batch on which the quadratic model is evaluated.
+        least: so many data of a batch are used in any case, if it has them.
+    """
+
+    momentum: bool = True
+    calibrate: bool = True
+    memory: float = 0.9
+    part: float = 0.25
+    least: int = 250
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """How often curvature is estimated and inverted, and how it is averaged (section 4).
+
+    Attributes:
+        curvature: updates between two estimates. 1 is freshest, and costs most.
+        inverse: the most updates between two inversions; every new estimate is inverted.
+        decay: of the running averages of Q and G; 0 takes the latest only.
+    """
+
+    curvature: int = 5
+    inverse: int = 5
+    decay: float = 0.8
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What to do when something goes wrong.
+
+    Attributes:
+        refuse: take back a step that raised the loss by more than ``tolerance`` times what
+            the quadratic model promised to lower it, and raise τ.
+        tolerance: see above.
+        patience: so many steps in a row may be skipped for a loss or gradient that is not
+            finite, before an error is raised.
+    """
+
+    refuse: bool = True
+    tolerance: float = 1.0
+    patience: int = 10
+
+
+PAPER: dict[str, Any] = {
+    "curvature": "kfra",
+    "damping": Damping(gamma="search", lower_above=0.75, raise_below=0.75),
+    "step_size": StepSize(momentum=False, calibrate=False, part=1.0),
+    "refresh": Refresh(curvature=1, inverse=1, decay=0.9),
+    "guard": Guard(refuse=False),
+}
+"""The paper's own configuration: ``gn.GaussNewton(model, criterion, **gn.PAPER)``. The paper
+does not say where τ and γ start; they are found on the first batch."""
