@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     shown = commands.add_parser(
         "demo",
-        help="train a small autoencoder of generated curves by damped Gauss-Newton steps, "
+        help="train a small autoencoder of generated curves with gn.GaussNewton, "
         "beside Adam, and check its curvature",
     )
     shown.add_argument("--updates", type=_positive, default=100, help="default: %(default)s")

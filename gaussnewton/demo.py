@@ -1,4 +1,4 @@
-"""A small demonstration on generated data: curvature in a hand-written training loop."""
+"""A small demonstration on generated data."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from gaussnewton import exact
 from gaussnewton.diagnostics import verify
-from gaussnewton.estimate import curvature
-from gaussnewton.parameters import Theta
+from gaussnewton.optimizer import GaussNewton
+from gaussnewton.settings import PAPER
 
 Batch = tuple[Tensor, Tensor]
 Losses = list[float]
@@ -39,25 +38,20 @@ def demo(updates: int = 100, seed: int = 0) -> dict[str, Losses]:
     images = curves(500, side=12)
     batch, criterion = (images, images), nn.BCEWithLogitsLoss()
     start = autoencoder([144, 64, 32, 8, 32, 64, 144])
-    ways: dict[str, Callable[[nn.Module], Losses]] = {
-        f"Adam {rate:g}": partial(
-            adam, criterion=criterion, batch=batch, updates=updates, rate=rate
-        )
-        for rate in (1e-3, 1e-2, 3e-2)
+    makers: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+        f"Adam {rate:g}": partial(_adam, rate=rate) for rate in (1e-3, 1e-2, 3e-2)
     }
-    for method in ("kfra", "kflr"):
-        ways[f"Gauss-Newton, {method.upper()}"] = partial(
-            gauss_newton, criterion=criterion, batch=batch, updates=updates, method=method
-        )
+    makers["gn.PAPER"] = lambda model: GaussNewton(model, criterion, **PAPER)
+    makers["gn.GaussNewton"] = lambda model: GaussNewton(model, criterion)
     print(
         "500 generated images of curves, 12 x 12; autoencoder 144-64-32-8-32-64-144, tanh;\n"
         f"{updates} updates on the whole batch. Cross-entropy per pixel after some of them:\n"
     )
     losses, model = {}, start
     shown = sorted({0, updates // 10, updates // 5, updates // 2, updates})
-    for name, train in ways.items():
+    for name, make in makers.items():
         model = copy.deepcopy(start)
-        losses[name] = train(model)
+        losses[name] = train(model, criterion, make(model), batch, updates)
     rows = [[name, *(f"{history[i]:.4f}" for i in shown)] for name, history in losses.items()]
     print(tabulate(rows, ["update", *map(str, shown)], disable_numparse=True))
     print("\nThe curvature blocks of the network trained last, beside the exact ones:\n")
@@ -85,46 +79,15 @@ def autoencoder(sizes: Sequence[int]) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-def gauss_newton(
-    model: nn.Module, criterion: nn.Module, batch: Batch, updates: int, method: str
+def train(
+    model: nn.Module,
+    criterion: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    updates: int,
 ) -> Losses:
-    """Damped block steps, their length from the full Gauss-Newton matrix (appendix B.2).
-
-    The method by hand, from the public parts, with one damping τ for everything.
-    """
+    """An ordinary loop, the same for every optimiser."""
     x, y = batch
-    theta, parameters = Theta(model), dict(model.named_parameters())
-    tau, history = 0.1, []
-    for _ in range(updates):
-        loss = criterion(model(x), y)
-        gradients = torch.autograd.grad(loss, list(parameters.values()))
-        g = theta.vector(dict(zip(parameters, gradients, strict=True)))
-        product = exact.gauss_newton_product(model, criterion, batch, damping=tau)
-        direction = curvature(model, criterion, batch, method=method).solve(g, damping=tau)
-        alpha = (g @ direction) / (direction @ product(direction))
-        predicted = -0.5 * alpha * (g @ direction)
-        history.append(loss.item())
-        with torch.no_grad():
-            move(parameters, theta.tensors(direction), -alpha)
-            change = criterion(model(x), y) - loss
-            if change > 0:
-                move(parameters, theta.tensors(direction), alpha)
-        rho = float(change / predicted)
-        tau *= 0.7 if rho > 0.75 else 1.0 if rho > 0.25 else 1.4 if rho > 0 else 4.0
-    history.append(criterion(model(x), y).item())
-    return history
-
-
-def move(parameters: dict[str, nn.Parameter], step: dict[str, Tensor], length: Tensor) -> None:
-    """Add a multiple of a step to the parameters."""
-    for name, parameter in parameters.items():
-        parameter.add_(length * step[name])
-
-
-def adam(model: nn.Module, criterion: nn.Module, batch: Batch, updates: int, rate: float) -> Losses:
-    """The same number of updates by ``torch.optim.Adam``."""
-    x, y = batch
-    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     history = []
     for _ in range(updates):
         optimizer.zero_grad()
@@ -134,3 +97,7 @@ def adam(model: nn.Module, criterion: nn.Module, batch: Batch, updates: int, rat
         history.append(loss.item())
     history.append(criterion(model(x), y).item())
     return history
+
+
+def _adam(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=rate)

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from gaussnewton.averaging import update_average
 from gaussnewton.blocks import Inverse, Inversion, KroneckerBlock
-from gaussnewton.errors import NonFiniteError, RecordError
 from gaussnewton.estimators import KFAC, Estimator, estimator_of
-from gaussnewton.gram import widened
-from gaussnewton.observer import Observation, Observer
+from gaussnewton.observer import Observation
+from gaussnewton.observing import Matrices, ObservingOptimizer, inner
 from gaussnewton.progress import Progress
 from gaussnewton.quadratic import Quadratic, gauss_newton_gram
 from gaussnewton.settings import Damping, Guard, Refresh, StepSize
-
-Matrices = dict[str, Tensor]
-"""For each layer, something shaped like its matrix ``[W | b]``."""
-
 
 FEW_OUTPUTS = 16
 """Up to so many outputs KFLR costs little more than KFRA, and is exact."""
@@ -47,7 +39,7 @@ class Proposal:
     scales: dict[str, Tensor] | None
 
 
-class GaussNewton(Optimizer):
+class GaussNewton(ObservingOptimizer):
     """Gauss-Newton steps in place of ``torch.optim.Adam``, with nothing to tune.
 
     The loop stays as it is: the optimiser watches the model's and the criterion's calls.
@@ -102,88 +94,40 @@ class GaussNewton(Optimizer):
         refresh: Refresh = Refresh(),  # noqa: B008
         guard: Guard = Guard(),  # noqa: B008
     ) -> None:
-        trained = [p for p in model.parameters() if p.requires_grad] if params is None else params
-        super().__init__(trained, {"lr": lr, "weight_decay": weight_decay})
-        self.model, self.criterion = model, criterion
-        self.curvature, self.inversion = curvature, inversion
-        self.damping, self.step_size, self.refresh, self.guard = damping, step_size, refresh, guard
-        self.param_groups[0]["progress"] = Progress().as_dict()
-        self._begin()
+        settings = {
+            "curvature": curvature,
+            "inversion": inversion,
+            "damping": damping,
+            "step_size": step_size,
+            "refresh": refresh,
+            "guard": guard,
+        }
+        super().__init__(model, criterion, params, lr, weight_decay, guard.patience, settings)
+
+    curvature: str | Estimator
+    inversion: Inversion
+    damping: Damping
+    step_size: StepSize
+    refresh: Refresh
+    guard: Guard
 
     def _begin(self) -> None:
-        """What a new, copied or unpickled optimiser sets up."""
-        self._observer = Observer(self.model, self.criterion)
+        super()._begin()
         self._estimator: Estimator | None = None
         self._inverses: dict[str, Inverse] = {}
-        self._diagnostics: dict[str, Any] = {}
 
-    # One step
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step with the gradients and the forward passes since the last one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        observations, progress = self._observer.take(), self._progress
-        gradient = self._gradient()
-        if not observations:
-            self._check_nothing_to_do(gradient)
-            return loss
-        before = self._objective([o.loss for o in observations], observations)
-        if self._usable(before, gradient, progress):
-            progress.t += 1
-            self._estimate(observations, progress)
-            proposal = self._choose(observations, gradient, before, progress)
-            self._move(proposal.update)
-            self._judge(observations, proposal, before, progress)
-            self._average(progress)
-        self.param_groups[0]["progress"] = progress.as_dict()
-        return loss
-
-    def _gradient(self) -> Matrices:
-        """∇f of each layer, the penalty's part η θ included."""
-        return {
-            group.name: widened(
-                group.matrix(
-                    {
-                        key: (torch.zeros_like(p) if p.grad is None else p.grad)
-                        + self._setting(p, "weight_decay") * p
-                        for key, p in group.parameters.items()
-                    }
-                )
-            )
-            for group in self._observer.theta
-        }
-
-    def _objective(self, losses: Sequence[Tensor], observations: Sequence[Observation]) -> Tensor:
-        """f: what was differentiated, with the penalty η/2 ‖θ‖²."""
-        total = torch.zeros((), dtype=torch.float64, device=losses[0].device)
-        for value, observation in zip(losses, observations, strict=True):
-            assert observation.factor is not None
-            total = total + observation.factor.double() * value.double()
-        for p in self._parameters():
-            eta = self._setting(p, "weight_decay")
-            if eta:
-                total = total + 0.5 * eta * p.double().square().sum()
-        return total
-
-    def _usable(self, before: Tensor, gradient: Matrices, progress: Progress) -> bool:
-        """Whether loss and gradient are finite; a step that is not is skipped and counted."""
-        sums = torch.stack([before, *(g.sum().double() for g in gradient.values())])
-        if bool(sums.isfinite().all()):
-            progress.skipped_in_a_row = 0
-            return True
-        progress.skipped += 1
-        progress.skipped_in_a_row += 1
-        if progress.skipped_in_a_row > self.guard.patience:
-            raise NonFiniteError(
-                f"{progress.skipped_in_a_row} steps in a row had a loss or gradient that is not "
-                "finite. Nothing was changed in any of them; look at the data, or at what the "
-                "model computes."
-            )
-        return False
+    def update(
+        self,
+        observations: Sequence[Observation],
+        gradient: Matrices,
+        before: Tensor,
+        progress: Progress,
+    ) -> None:
+        """One update of the paper's algorithm."""
+        self._estimate(observations, progress)
+        proposal = self._choose(observations, gradient, before, progress)
+        self._move(proposal.update)
+        self._judge(observations, proposal, before, progress)
 
     # Curvature and its inverse
 
@@ -455,46 +399,6 @@ class GaussNewton(Optimizer):
 
     # What a user asks of it
 
-    @property
-    def diagnostics(self) -> dict[str, Any]:
-        """The last step in plain numbers, ready for any logger.
-
-        ``loss`` before the step, the ``predicted`` and, where it was looked at, the
-        ``actual`` change and ρ; τ, γ, α, momentum, each layer's scale; and how many steps
-        were refused and skipped. Numbers are fetched only when this is read.
-        """
-        return {key: _plain(value) for key, value in self._diagnostics.items()}
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Evaluate with the averaged parameters (appendix B.4); training goes on without.
-
-        Example:
-            >>> import torch, gaussnewton as gn
-            >>> model, criterion = torch.nn.Linear(2, 1), torch.nn.MSELoss()
-            >>> optimizer = gn.GaussNewton(model, criterion)
-            >>> with optimizer.averaged(), torch.no_grad():
-            ...     _ = model(torch.zeros(1, 2))
-        """
-        kept = {p: p.detach().clone() for p in self._parameters()}
-        try:
-            with torch.no_grad():
-                for p in kept:
-                    p.copy_(self.state[p].get("average", p))
-            yield
-        finally:
-            with torch.no_grad():
-                for p, value in kept.items():
-                    p.copy_(value)
-
-    def averaged_parameters(self) -> dict[str, Tensor]:
-        """Copies of the averaged parameters, by name, as ``load_state_dict`` takes them."""
-        return {
-            name: self.state[p].get("average", p).detach().clone()
-            for name, p in self.model.named_parameters()
-            if p in self.state
-        }
-
     def explain(self) -> str:
         """A table of what each layer gets, and why."""
         method = self.curvature
@@ -513,17 +417,10 @@ class GaussNewton(Optimizer):
 
     # torch.optim.Optimizer
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, and forget the forward passes that made them."""
-        super().zero_grad(set_to_none)
-        self._observer.forget()
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, e.g. of a layer that was frozen so far."""
+        """Add parameters; their layers' curvature is estimated at the next step."""
         super().add_param_group(param_group)
-        if hasattr(self, "_observer"):
-            self._observer.attach()
-            self._inverses = {}
+        self._inverses = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain tensors and numbers, for ``torch.load(weights_only=True)``."""
@@ -537,33 +434,13 @@ class GaussNewton(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where a saved run stopped, bit for bit."""
         super().load_state_dict(state_dict)
-        # torch casts all state to the dtype of its parameter; factors are wider than that.
-        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        for i, p in zip(saved_ids, self._parameters(), strict=True):
-            for key, value in state_dict["state"].get(i, {}).items():
-                if isinstance(value, Tensor):
-                    self.state[p][key] = value.to(p.device, copy=True)
         self._inverses, self._estimator = {}, None
 
     def __getstate__(self) -> dict[str, Any]:
         self._note_random_state()
-        state: dict[str, Any] = super().__getstate__()
-        keys = ("model", "criterion", "curvature", "inversion", "damping", "step_size")
-        return state | {key: getattr(self, key) for key in (*keys, "refresh", "guard")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if "model" in state:
-            self._begin()
+        return super().__getstate__()
 
     # Parameters and their state
-
-    def _move(self, update: Matrices, sign: float = 1.0) -> None:
-        """θ ← θ + lr · update, or back again."""
-        for group in self._observer.theta:
-            for key, part in group.tensors(update[group.name]).items():
-                p = group.parameters[key]
-                p.add_(part.to(p.dtype), alpha=sign * self._setting(p, "lr"))
 
     def _remember(self, update: Matrices) -> None:
         for group in self._observer.theta:
@@ -581,14 +458,6 @@ class GaussNewton(Optimizer):
             result[group.name] = group.matrix(parts)
         return result
 
-    def _evaluate(self, observations: Sequence[Observation]) -> Tensor:
-        return self._objective([self._observer.evaluate(o) for o in observations], observations)
-
-    def _average(self, progress: Progress) -> None:
-        for p in self._parameters():
-            state = self.state[p]
-            state["average"] = update_average(state.get("average"), p, progress.t)
-
     def _dot(self, a: Matrices, b: Matrices, tau: float) -> Tensor:
         """aᵀ (τ + η) b, over the layers that both have."""
         terms = [
@@ -598,28 +467,6 @@ class GaussNewton(Optimizer):
         ]
         like = next(iter(a.values()))
         return torch.stack(terms).sum() if terms else like.new_zeros((), dtype=torch.float64)
-
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        for group in self.param_groups:
-            yield from group["params"]
-
-    def _layer_state(self, name: str) -> dict[str, Any]:
-        """Where a layer's factors are kept: with the first of its parameters."""
-        return self.state[next(iter(self._observer.theta[name].parameters.values()))]
-
-    def _setting(self, p: nn.Parameter, key: str) -> float:
-        for group in self.param_groups:
-            if any(p is q for q in group["params"]):
-                return float(group[key])
-        return 0.0  # not ours to train
-
-    def _eta(self, name: str) -> float:
-        first = next(iter(self._observer.theta[name].parameters.values()))
-        return self._setting(first, "weight_decay")
-
-    @property
-    def _progress(self) -> Progress:
-        return Progress(**self.param_groups[0]["progress"])
 
     def _chosen_estimator(self, observation: Observation) -> Estimator:
         if self._estimator is None:
@@ -632,29 +479,6 @@ class GaussNewton(Optimizer):
             if isinstance(self._estimator, KFAC) and saved is not None:
                 self._estimator.set_random_state(saved, observation.record.outputs.device)
         return self._estimator
-
-    def _check_nothing_to_do(self, gradient: Matrices) -> None:
-        if any(bool(g.any()) for g in gradient.values()):
-            raise RecordError(
-                "step() found gradients but no forward pass that made them. The model must be in "
-                "training mode, and both the model and the very criterion given to GaussNewton "
-                "must be called as modules, after the optimiser was made."
-            )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.item()
-    if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    return value
-
-
-def inner(a: Matrices, b: Matrices) -> Tensor:
-    """aᵀ b, over the layers that both have."""
-    return torch.stack(
-        [(a[name].double() * b[name].double()).sum() for name in b if name in a]
-    ).sum()
 
 
 def combine(c: Tensor, stacks: Sequence[Matrices]) -> Matrices:

@@ -64,8 +64,8 @@ class Refresh:
         decay: of the running averages of Q and G; 0 takes the latest only.
     """
 
-    curvature: int = 5
-    inverse: int = 5
+    curvature: int = 2
+    inverse: int = 2
     decay: float = 0.8
 
 

@@ -9,7 +9,7 @@ def test_demo_ends_below_adam(capsys) -> None:
     from gaussnewton.demo import demo
 
     losses = demo(updates=60, seed=0)
-    ours = [h[-1] for name, h in losses.items() if "Newton" in name]
+    ours = [h[-1] for name, h in losses.items() if "gn." in name]
     theirs = [h[-1] for name, h in losses.items() if "Adam" in name]
     assert (len(ours), len(theirs)) == (2, 3)
     assert max(ours) < min(theirs)

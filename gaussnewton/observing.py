@@ -1,0 +1,273 @@
+"""What the optimisers of this package share: a torch optimiser that watches the loop it is in."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gaussnewton.averaging import update_average
+from gaussnewton.errors import NonFiniteError, RecordError
+from gaussnewton.gram import widened
+from gaussnewton.observer import Observation, Observer
+from gaussnewton.progress import Progress
+
+Matrices = dict[str, Tensor]
+"""For each layer, something shaped like its matrix ``[W | b]``."""
+
+
+class ObservingOptimizer(Optimizer):
+    """An optimiser that knows the forward passes behind the gradients.
+
+    A subclass says what to do with them in :meth:`update`; this class has the rest: the
+    objective f, its gradient by layers, moving the parameters and evaluating f there,
+    steps that are skipped, averaged parameters, and being saved, copied and loaded.
+
+    Args:
+        model: a network that :func:`~gaussnewton.curvature` can handle.
+        criterion: the loss module that the loop calls.
+        params: parameters or groups; by default all that require gradients.
+        lr: scales every step.
+        weight_decay: η.
+        patience: how many steps in a row may be skipped.
+        settings: what else to keep when the optimiser is copied, by attribute.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        criterion: nn.Module,
+        params: Iterable[Any] | None,
+        lr: float,
+        weight_decay: float,
+        patience: int,
+        settings: dict[str, Any],
+    ) -> None:
+        trained = [p for p in model.parameters() if p.requires_grad] if params is None else params
+        super().__init__(trained, {"lr": lr, "weight_decay": weight_decay})
+        self._settings = {"model": model, "criterion": criterion, "patience": patience, **settings}
+        self.param_groups[0]["progress"] = Progress().as_dict()
+        self._begin()
+
+    def _begin(self) -> None:
+        """What a new, copied or unpickled optimiser sets up."""
+        for key, value in self._settings.items():
+            setattr(self, key, value)
+        self._observer = Observer(self.model, self.criterion)
+        self._diagnostics: dict[str, Any] = {}
+
+    model: nn.Module
+    criterion: nn.Module
+    patience: int
+
+    @abstractmethod
+    def update(
+        self,
+        observations: Sequence[Observation],
+        gradient: Matrices,
+        before: Tensor,
+        progress: Progress,
+    ) -> None:
+        """Change the parameters.
+
+        Args:
+            observations: the forward passes that the gradient came from.
+            gradient: ∇f of each layer.
+            before: f.
+            progress: counters and damping, to be changed in place.
+        """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step with the gradients and the forward passes since the last one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        observations = self._observer.take()
+        progress = Progress(**self.param_groups[0]["progress"])
+        gradient = self._gradient()
+        if not observations:
+            self._check_nothing_to_do(gradient)
+            return loss
+        before = self._objective([o.loss for o in observations], observations)
+        if self._usable(before, gradient, progress):
+            progress.t += 1
+            self.update(observations, gradient, before, progress)
+            self._average(progress)
+        self.param_groups[0]["progress"] = progress.as_dict()
+        return loss
+
+    def _gradient(self) -> Matrices:
+        """∇f of each layer, the penalty's part η θ included."""
+        return {
+            group.name: widened(
+                group.matrix(
+                    {
+                        key: (torch.zeros_like(p) if p.grad is None else p.grad)
+                        + self._setting(p, "weight_decay") * p
+                        for key, p in group.parameters.items()
+                    }
+                )
+            )
+            for group in self._observer.theta
+        }
+
+    def _objective(self, losses: Sequence[Tensor], observations: Sequence[Observation]) -> Tensor:
+        """f: what was differentiated, with the penalty η/2 ‖θ‖²."""
+        total = torch.zeros((), dtype=torch.float64, device=losses[0].device)
+        for value, observation in zip(losses, observations, strict=True):
+            assert observation.factor is not None
+            total = total + observation.factor.double() * value.double()
+        for p in self._parameters():
+            eta = self._setting(p, "weight_decay")
+            if eta:
+                total = total + 0.5 * eta * p.double().square().sum()
+        return total
+
+    def _usable(self, before: Tensor, gradient: Matrices, progress: Progress) -> bool:
+        """Whether loss and gradient are finite; a step that is not is skipped and counted."""
+        sums = torch.stack([before, *(g.sum().double() for g in gradient.values())])
+        if bool(sums.isfinite().all()):
+            progress.skipped_in_a_row = 0
+            return True
+        progress.skipped += 1
+        progress.skipped_in_a_row += 1
+        if progress.skipped_in_a_row > self.patience:
+            raise NonFiniteError(
+                f"{progress.skipped_in_a_row} steps in a row had a loss or gradient that is not "
+                "finite. Nothing was changed in any of them; look at the data, or at what the "
+                "model computes."
+            )
+        return False
+
+    def _move(self, update: Matrices, sign: float = 1.0) -> None:
+        """θ ← θ + lr · update, or back again."""
+        for group in self._observer.theta:
+            for key, part in group.tensors(update[group.name]).items():
+                p = group.parameters[key]
+                p.add_(part.to(p.dtype), alpha=sign * self._setting(p, "lr"))
+
+    def _evaluate(self, observations: Sequence[Observation]) -> Tensor:
+        return self._objective([self._observer.evaluate(o) for o in observations], observations)
+
+    def _average(self, progress: Progress) -> None:
+        for p in self._parameters():
+            state = self.state[p]
+            state["average"] = update_average(state.get("average"), p, progress.t)
+
+    def _check_nothing_to_do(self, gradient: Matrices) -> None:
+        if any(bool(g.any()) for g in gradient.values()):
+            raise RecordError(
+                "step() found gradients but no forward pass that made them. The model must be in "
+                "training mode, and both the model and the very criterion given to GaussNewton "
+                "must be called as modules, after the optimiser was made."
+            )
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def _layer_state(self, name: str) -> dict[str, Any]:
+        """Where a layer's factors are kept: with the first of its parameters."""
+        return self.state[next(iter(self._observer.theta[name].parameters.values()))]
+
+    def _setting(self, p: nn.Parameter, key: str) -> float:
+        for group in self.param_groups:
+            if any(p is q for q in group["params"]):
+                return float(group[key])
+        return 0.0  # not ours to train
+
+    def _eta(self, name: str) -> float:
+        first = next(iter(self._observer.theta[name].parameters.values()))
+        return self._setting(first, "weight_decay")
+
+    @property
+    def diagnostics(self) -> dict[str, Any]:
+        """The last step in plain numbers, ready for any logger.
+
+        ``loss`` before the step, the ``predicted`` and, where it was looked at, the
+        ``actual`` change and ρ; τ, γ, α, momentum, each layer's scale; and how many steps
+        were refused and skipped. Numbers are fetched only when this is read.
+        """
+        return {key: _plain(value) for key, value in self._diagnostics.items()}
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Evaluate with the averaged parameters (appendix B.4); training goes on without.
+
+        Example:
+            >>> import torch, gaussnewton as gn
+            >>> model, criterion = torch.nn.Linear(2, 1), torch.nn.MSELoss()
+            >>> optimizer = gn.GaussNewton(model, criterion)
+            >>> with optimizer.averaged(), torch.no_grad():
+            ...     _ = model(torch.zeros(1, 2))
+        """
+        kept = {p: p.detach().clone() for p in self._parameters()}
+        try:
+            with torch.no_grad():
+                for p in kept:
+                    p.copy_(self.state[p].get("average", p))
+            yield
+        finally:
+            with torch.no_grad():
+                for p, value in kept.items():
+                    p.copy_(value)
+
+    def averaged_parameters(self) -> dict[str, Tensor]:
+        """Copies of the averaged parameters, by name, as ``load_state_dict`` takes them."""
+        return {
+            name: self.state[p].get("average", p).detach().clone()
+            for name, p in self.model.named_parameters()
+            if p in self.state
+        }
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, and forget the forward passes that made them."""
+        super().zero_grad(set_to_none)
+        self._observer.forget()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, e.g. of a layer that was frozen so far."""
+        super().add_param_group(param_group)
+        if hasattr(self, "_observer"):
+            self._observer.attach()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a saved run stopped, bit for bit."""
+        super().load_state_dict(state_dict)
+        # torch casts all state to the dtype of its parameter; factors are wider than that.
+        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for i, p in zip(saved_ids, self._parameters(), strict=True):
+            for key, value in state_dict["state"].get(i, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[p][key] = value.to(p.device, copy=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        return state | {"_settings": self._settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_settings" in state:  # a copy, not load_state_dict
+            self._begin()
+
+
+def inner(a: Matrices, b: Matrices) -> Tensor:
+    """aᵀ b, over the layers that both have."""
+    return torch.stack(
+        [(a[name].double() * b[name].double()).sum() for name in b if name in a]
+    ).sum()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    return value
