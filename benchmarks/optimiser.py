@@ -80,6 +80,7 @@ def autoencoder(width: int) -> tuple[int, ...]:
     return (width, *ENCODER, *ENCODER[-2::-1], width)
 
 
+METHODS = ("Adam 1e-3", "gn.PAPER", "gn.GaussNewton")
 BCE, CE, MSE = nn.BCEWithLogitsLoss, nn.CrossEntropyLoss, nn.MSELoss
 PROBLEMS = {
     "MNIST autoencoder": Problem(autoencoder(784), BCE, mnist_images, 1000, 230),
@@ -146,12 +147,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", type=Path, required=True, help="folder with MNIST's files")
     parser.add_argument("--problems", nargs="+", choices=list(PROBLEMS), default=list(PROBLEMS))
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=["Adam 1e-3", "gn.GaussNewton"]
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--output", type=Path, default=Path(__file__).parent / "results" / "optimiser.md"
     )
     options = parser.parse_args()
-    methods = ["Adam 1e-3", "gn.PAPER", "gn.GaussNewton"]
+    methods = options.methods
     raw, rows = {}, []
     for name in options.problems:
         problem = PROBLEMS[name]

@@ -11,6 +11,7 @@ from gaussnewton.blocks import Block, Curvature, DenseBlock, KroneckerBlock
 from gaussnewton.diagnostics import verify
 from gaussnewton.estimate import curvature
 from gaussnewton.estimators import KFAC, KFLR, KFRA, BlockHessian, Estimator
+from gaussnewton.hessian_free import HessianFree
 from gaussnewton.losses import BinaryMixtureLoss, Loss
 from gaussnewton.optimizer import GaussNewton
 from gaussnewton.parameters import Theta
@@ -33,6 +34,7 @@ __all__ = [
     "Estimator",
     "GaussNewton",
     "Guard",
+    "HessianFree",
     "KroneckerBlock",
     "Loss",
     "Refresh",

@@ -1,4 +1,4 @@
-"""J·v: how the outputs move when the parameters do, from what one forward pass recorded."""
+"""J v, Jᵀ r and Ḡ v, from what one forward pass recorded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def jacobian_product(
 
 
 def layer_jacobian_products(
-    chain: Chain, directions: Mapping[str, Float[Tensor, "rows columns"]], part: slice = slice(None)
+    chain: Chain, directions: Mapping[str, Float[Tensor, "_ _"]], part: slice = slice(None)
 ) -> Float[Tensor, "layers n d"]:
     """J_λ v_λ of each trained layer by itself, the first layer first.
 
@@ -59,3 +59,25 @@ def layer_jacobian_products(
         tangents = link.segment.push(moved, part)
     assert tangents is not None
     return tangents
+
+
+def transposed_product(chain: Chain, rows: Float[Tensor, "n d"]) -> dict[str, Float[Tensor, "_ _"]]:
+    """Jᵀ r: what vectors at the outputs pull on each layer's matrix ``[W | b]``."""
+    result = {}
+    for link in chain:
+        call = link.call
+        rows = link.segment.pull_rows(rows)
+        if link.trained:
+            result[call.name] = rows.T @ call.rule.rows(call.module, call.unspoiled_input())
+        if link is not chain.links[-1]:
+            rows = call.rule.pull_rows(call.module, rows)
+    return result
+
+
+def gauss_newton_product(
+    chain: Chain, direction: Mapping[str, Float[Tensor, "_ _"]]
+) -> dict[str, Float[Tensor, "_ _"]]:
+    """Ḡ v = Σ_n J_nᵀ 𝓗_L J_n v, from what one forward pass recorded."""
+    record = chain.record
+    tangent = jacobian_product(chain, {name: V.unsqueeze(0) for name, V in direction.items()})[0]
+    return transposed_product(chain, record.geometry.hessian(*record.wide).product(tangent))

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from gaussnewton.chain import Chain
-from gaussnewton.errors import RecordError
 from gaussnewton.hooks import Hook
 from gaussnewton.model_state import unchanged
 from gaussnewton.parameters import Theta
@@ -172,12 +171,8 @@ class Observer(Tape):
             next((i for i, o in enumerate(self._model_outputs) if o is argument), None)
             for argument in record.arguments
         )
-        if places[0] is None:
-            raise RecordError(
-                f"{type(self.criterion).__name__} was called on something that the model did not "
-                "return as it is, so the step cannot evaluate the loss again. Let the model "
-                "return what the criterion gets."
-            )
+        if places[0] is None:  # e.g. detached outputs, looked at and not trained on
+            return
         observation = Observation(Chain(record), self._start, places)
         self.observations.append(observation)
         record.loss.register_hook(lambda g: _set_factor(observation, g))

@@ -166,7 +166,8 @@ class ObservingOptimizer(Optimizer):
             raise RecordError(
                 "step() found gradients but no forward pass that made them. The model must be in "
                 "training mode, and both the model and the very criterion given to GaussNewton "
-                "must be called as modules, after the optimiser was made."
+                "must be called as modules, after the optimiser was made; and the model must "
+                "return what the criterion gets, as it is."
             )
 
     def _parameters(self) -> Iterator[nn.Parameter]:

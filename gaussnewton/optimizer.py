@@ -22,11 +22,11 @@ from gaussnewton.settings import Damping, Guard, Refresh, StepSize
 FEW_OUTPUTS = 16
 """Up to so many outputs KFLR costs little more than KFRA, and is exact."""
 
-FIRST_MULTIPLES = (1000.0, 100.0, 10.0, 1.0, 0.1, 0.01)
+FIRST_MULTIPLES = (10.0, 100.0, 1000.0, 10_000.0)
 """Of the mean curvature: what is tried for τ on the first batch."""
 
-GOOD_FALL = 0.85
-"""The share of the best first step's fall in loss with which a more damped one is as good."""
+GOOD_RHO = 0.5
+"""The share of the predicted fall in loss with which a first step is good."""
 
 
 @dataclass(frozen=True)
@@ -292,8 +292,8 @@ class GaussNewton(ObservingOptimizer):
     ) -> None:
         """τ₀ and γ₀, from a range of multiples of the mean curvature.
 
-        The greatest of those whose first step lowers the loss nearly as much as the best
-        one does: the best first step is greedy, and where many are as good caution is free.
+        The least of those with which the first step lowers the loss about as much as the
+        quadratic model says; a lower one may do better at once, but not for long.
         """
         blocks = self._blocks()
         size = sum(block.rows * block.columns for block in blocks.values())
@@ -309,8 +309,11 @@ class GaussNewton(ObservingOptimizer):
                 fall = float(before - self._evaluate(observations))
                 self._move(proposal.update, -1.0)
                 falls[tau] = fall if math.isfinite(fall) else -math.inf
-            good = [tau for tau, fall in falls.items() if fall >= GOOD_FALL * max(falls.values())]
-            best = max(good, default=FIRST_MULTIPLES[0] * mean)
+                if fall >= -GOOD_RHO * float(proposal.model.change(proposal.coefficients)):
+                    break
+            else:
+                tau = max(falls, key=lambda tau: falls[tau])
+            best = tau
         progress.first_tau = progress.tau = progress.gamma = best
         self._invert(progress)
 

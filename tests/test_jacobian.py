@@ -6,7 +6,12 @@ from torch import Tensor, nn
 
 import gaussnewton as gn
 from gaussnewton.chain import Chain
-from gaussnewton.jacobian import jacobian_product, layer_jacobian_products
+from gaussnewton.jacobian import (
+    gauss_newton_product,
+    jacobian_product,
+    layer_jacobian_products,
+    transposed_product,
+)
 
 
 class Mixed(nn.Module):
@@ -58,3 +63,18 @@ def test_against_autograd(part: slice) -> None:
     layers = layer_jacobian_products(chain, single, part)
     assert layers.shape[0] == 3
     torch.testing.assert_close(layers.sum(0), expected[0], rtol=1e-10, atol=1e-12)
+
+
+def test_transpose_and_gauss_newton_product() -> None:
+    model, x, tape = record()
+    theta, chain = gn.Theta(model), Chain(tape.record)
+    v = torch.randn(theta.size, dtype=torch.float64)
+    r = torch.randn(7, 3, dtype=torch.float64)
+    matrices = theta.matrices(v)
+    forward = jacobian_product(chain, {k: V.unsqueeze(0) for k, V in matrices.items()})[0]
+    back = transposed_product(chain, r)
+    torch.testing.assert_close((forward * r).sum(), theta.join(back) @ v)
+    criterion = nn.MSELoss()
+    expected = gn.exact.gauss_newton_product(model, criterion, (x, tape.record.targets))(v)
+    got = theta.join(gauss_newton_product(chain, matrices))
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
