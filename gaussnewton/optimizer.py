@@ -12,6 +12,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from gaussnewton.blocks import Inverse, Inversion, KroneckerBlock
+from gaussnewton.errors import FactorisationError, NonFiniteError
 from gaussnewton.estimators import KFAC, Estimator, estimator_of
 from gaussnewton.observer import Observation
 from gaussnewton.observing import Matrices, ObservingOptimizer, inner
@@ -135,14 +136,19 @@ class GaussNewton(ObservingOptimizer):
         """Running averages of Q and G, and their inverses, when they are due."""
         estimate = (progress.t - 1) % self.refresh.curvature == 0 or not self._blocks()
         if estimate:
-            for name, block in self._fresh_blocks(observations).items():
-                self._store(name, block)
+            try:
+                for name, block in self._fresh_blocks(observations).items():
+                    self._store(name, block)
+            except NonFiniteError:  # the loss is finite, but something behind it is not
+                progress.mended += 1
+                if not self._blocks():
+                    raise
         if progress.tau == 0:
             return  # the first batch: the damping comes first
         if estimate or (progress.t - 1) % self.refresh.inverse == 0:
             self._invert(progress)
         elif not self._inverses:  # a loaded or copied optimiser goes on as it was
-            self._inverses = self._inverses_with(progress.inverted_with)
+            self._inverses = self._inverses_with(progress.inverted_with, progress)
 
     def _fresh_blocks(self, observations: Sequence[Observation]) -> dict[str, KroneckerBlock]:
         """The blocks of f, of all observed passes together."""
@@ -178,13 +184,30 @@ class GaussNewton(ObservingOptimizer):
 
     def _invert(self, progress: Progress) -> None:
         progress.inverted_with = progress.gamma
-        self._inverses = self._inverses_with(progress.gamma)
+        self._inverses = self._inverses_with(progress.gamma, progress)
 
-    def _inverses_with(self, gamma: float) -> dict[str, Inverse]:
+    def _inverses_with(self, gamma: float, progress: Progress) -> dict[str, Inverse]:
         return {
-            name: block.invert(gamma + self._eta(name), self.inversion)
+            name: self._inverse(name, block, gamma + self._eta(name), progress)
             for name, block in self._blocks().items()
         }
+
+    def _inverse(
+        self, name: str, block: KroneckerBlock, damping: float, progress: Progress
+    ) -> Inverse:
+        """A damped inverse; where factorising fails, a more careful one, or the last one."""
+        wide = KroneckerBlock(block.Q.double(), block.G.double())
+        for candidate, amount in ((block, 1), (block, 10), (wide, 10), (wide, 1000)):
+            try:
+                return candidate.invert(amount * damping, self.inversion)
+            except (FactorisationError, RuntimeError):  # torch's LinAlgError is one
+                progress.mended += 1
+        if name in self._inverses:
+            return self._inverses[name]
+        raise FactorisationError(
+            f"the curvature of layer '{name}' could not be inverted, not even in float64 with a "
+            f"thousand times the damping {damping:.3g}. Look at what enters the layer."
+        )
 
     # Direction and step size
 
@@ -212,7 +235,7 @@ class GaussNewton(ObservingOptimizer):
         tau: float,
     ) -> Proposal:
         """δ̃ = −C̃⁻¹ ∇f, and how much of it the quadratic model wants (appendix B.1, B.2)."""
-        direction = {name: -inverses[name].solve(g) for name, g in gradient.items()}
+        direction = {name: -inverses[name].solve(g).to(g.dtype) for name, g in gradient.items()}
         previous = self._previous() if self.step_size.momentum else None
         if self.step_size.calibrate:
             return self._calibrated(observations, gradient, direction, previous, tau)
@@ -304,7 +327,9 @@ class GaussNewton(ObservingOptimizer):
             falls = {}
             for multiple in FIRST_MULTIPLES:
                 tau = multiple * mean
-                proposal = self._propose(observations, gradient, self._inverses_with(tau), tau)
+                proposal = self._propose(
+                    observations, gradient, self._inverses_with(tau, progress), tau
+                )
                 self._move(proposal.update)
                 fall = float(before - self._evaluate(observations))
                 self._move(proposal.update, -1.0)
@@ -325,7 +350,7 @@ class GaussNewton(ObservingOptimizer):
         best: tuple[float, float, dict[str, Inverse], Proposal] | None = None
         for gamma in (omega * progress.gamma, progress.gamma, progress.gamma / omega):
             gamma = self._bounded(gamma, progress)
-            inverses = self._inverses_with(gamma)
+            inverses = self._inverses_with(gamma, progress)
             proposal = self._propose(observations, gradient, inverses, progress.tau)
             change = float(proposal.model.change(proposal.coefficients))
             if best is None or change < best[0]:
@@ -372,6 +397,7 @@ class GaussNewton(ObservingOptimizer):
             "scales": {name: s.exp() for name, s in (proposal.scales or {}).items()},
             "refused": progress.refused,
             "skipped": progress.skipped,
+            "mended": progress.mended,
             "t": progress.t,
         }
 

@@ -19,6 +19,7 @@ class Progress:
         skipped: steps skipped for numbers that were not finite.
         skipped_in_a_row: those since the last good step.
         refused: steps taken back.
+        mended: factorisations that failed at first, and estimates that were not finite.
         look: whether the next step's ρ is looked at out of turn.
     """
 
@@ -30,6 +31,7 @@ class Progress:
     skipped: int = 0
     skipped_in_a_row: int = 0
     refused: int = 0
+    mended: int = 0
     look: bool = False
 
     def as_dict(self) -> dict[str, Any]:

@@ -136,6 +136,21 @@ def test_refuses_a_step_that_raises_the_loss() -> None:
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
 
 
+def test_factorisations_that_fail_are_mended() -> None:
+    """An indefinite factor: more damping helps, and where nothing does the last inverse stays."""
+    net, x, y = problem()
+    optimizer = gn.GaussNewton(net, nn.MSELoss(), refresh=gn.Refresh(curvature=100, inverse=1))
+    train(optimizer, x, y, 2)
+    state = optimizer.state[net.layers[0].weight]
+    state["Q"] = state["Q"] - 0.5 * optimizer.diagnostics["tau"] ** 0.5 * torch.eye(6).double() * 3
+    losses = train(optimizer, x, y, 3)
+    state["Q"] = -1e12 * torch.eye(6).double()
+    losses += train(optimizer, x, y, 3)
+    assert all(torch.isfinite(torch.tensor(losses)))
+    assert optimizer.diagnostics["mended"] > 0
+    assert losses[-1] < losses[0]
+
+
 def test_diagnostics_are_plain_numbers() -> None:
     net, x, y = problem()
     optimizer = gn.GaussNewton(net, nn.MSELoss())
