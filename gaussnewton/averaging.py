@@ -23,3 +23,16 @@ def update_average(average: Tensor | None, parameter: Tensor, t: int) -> Tensor:
     if average is None:
         return parameter.detach().clone()
     return average.lerp_(parameter.detach(), 1 - beta)
+
+
+def without_last(average: Tensor, parameter: Tensor, t: int) -> Tensor | None:
+    """θ̂_{t−1}, from θ̂_t and the θ_t that went into it; None if there was none before.
+
+    Example:
+        >>> import torch
+        >>> from gaussnewton.averaging import without_last
+        >>> without_last(torch.tensor(2.0), torch.tensor(3.0), t=2)
+        tensor(1.)
+    """
+    beta = min(MEMORY, 1 - 1 / t)
+    return None if beta == 0 else (average - (1 - beta) * parameter.detach()) / beta

@@ -166,14 +166,11 @@ class HessianFree(ObservingOptimizer):
             least = self._loss_along(observations, best)
         if not least < before:
             best, least = torch.zeros_like(best), before
-        self._move(self._matrices(best))
+        self._move(self._times_lr(self._matrices(best)))
         return best, least
 
     def _loss_along(self, observations: Sequence[Observation], step: Tensor) -> Tensor:
-        update = self._matrices(step)
-        self._move(update)
-        value = self._evaluate(observations)
-        self._move(update, -1.0)
+        value = self._evaluate_after(observations, self._times_lr(self._matrices(step)))
         return value if bool(value.isfinite()) else torch.full_like(value, torch.inf)
 
     def _adapt(self, rho: float, progress: Progress) -> None:

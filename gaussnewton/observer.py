@@ -7,6 +7,7 @@ evaluate those passes again.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,15 +91,18 @@ class Observer(Tape):
     def take(self) -> list[Observation]:
         """The passes that the present gradient came from; all are forgotten here."""
         taken = [o for o in self.observations if o.factor is not None]
-        self.forget()
+        self.observations, self._start, self._model_outputs = [], None, []
         for observation in taken:
             if observation.chain.needs_graph:  # which backward has freed
                 observation.chain = self._record_again(observation)
         return taken
 
     def forget(self) -> None:
-        """Drop what was observed, as when the gradients are reset."""
-        self.observations = []
+        """Drop the passes that a gradient has come from, as when the gradients are reset.
+
+        The others stay: a loop may call the model, then ``zero_grad``, then ``backward``.
+        """
+        self.observations = [o for o in self.observations if o.factor is None]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -152,8 +156,7 @@ class Observer(Tape):
         if not self.listening():
             return
         if all(p.grad is None for group in self.theta for p in group.parameters.values()):
-            # Gradients were reset without telling the optimiser: older passes are void.
-            self.observations = [o for o in self.observations if o.factor is None]
+            self.forget()  # they were reset without telling the optimiser
         buffers = {name: b.detach().clone() for name, b in self.model.named_buffers()}
         self._start = Start(args, kwargs, torch.get_rng_state(), buffers)
         self._calls = []
@@ -175,10 +178,14 @@ class Observer(Tape):
             return
         observation = Observation(Chain(record), self._start, places)
         self.observations.append(observation)
-        record.loss.register_hook(lambda g: _set_factor(observation, g))
+        # Weakly: a hook that held the loss it hooks would keep both, and the graph, for ever.
+        seen = weakref.ref(observation)
+        record.loss.register_hook(lambda g: _set_factor(seen(), g))
 
 
-def _set_factor(observation: Observation, gradient: Tensor) -> None:
+def _set_factor(observation: Observation | None, gradient: Tensor) -> None:
+    if observation is None:
+        return  # forgotten meanwhile
     # The loss may be differentiated more than once before a step; the gradients add up.
     before = observation.factor
     new = gradient.detach().reshape(-1)[0]

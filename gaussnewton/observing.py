@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gaussnewton.averaging import update_average
+from gaussnewton.averaging import update_average, without_last
 from gaussnewton.errors import NonFiniteError, RecordError
 from gaussnewton.gram import widened
 from gaussnewton.observer import Observation, Observer
 from gaussnewton.progress import Progress
+from gaussnewton.timing import Stopwatch
 
 Matrices = dict[str, Tensor]
 """For each layer, something shaped like its matrix ``[W | b]``."""
@@ -60,6 +61,7 @@ class ObservingOptimizer(Optimizer):
             setattr(self, key, value)
         self._observer = Observer(self.model, self.criterion)
         self._diagnostics: dict[str, Any] = {}
+        self._watch = Stopwatch(torch.device("cpu"))
 
     model: nn.Module
     criterion: nn.Module
@@ -89,17 +91,22 @@ class ObservingOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        observations = self._observer.take()
+        self._watch = Stopwatch(next(self._parameters()).device)
+        with self._watch("record"):
+            observations = self._observer.take()
         progress = Progress(**self.param_groups[0]["progress"])
         gradient = self._gradient()
         if not observations:
             self._check_nothing_to_do(gradient)
             return loss
         before = self._objective([o.loss for o in observations], observations)
-        if self._usable(before, gradient, progress):
+        if self._usable(before, gradient):
             progress.t += 1
+            progress.skipped_in_a_row = 0
             self.update(observations, gradient, before, progress)
             self._average(progress)
+        elif not self.recover(observations, progress):
+            self._skip(progress)
         self.param_groups[0]["progress"] = progress.as_dict()
         return loss
 
@@ -130,28 +137,62 @@ class ObservingOptimizer(Optimizer):
                 total = total + 0.5 * eta * p.double().square().sum()
         return total
 
-    def _usable(self, before: Tensor, gradient: Matrices, progress: Progress) -> bool:
-        """Whether loss and gradient are finite; a step that is not is skipped and counted."""
+    def _usable(self, before: Tensor, gradient: Matrices) -> bool:
+        """Whether loss and gradient are finite."""
         sums = torch.stack([before, *(g.sum().double() for g in gradient.values())])
-        if bool(sums.isfinite().all()):
-            progress.skipped_in_a_row = 0
-            return True
+        return bool(sums.isfinite().all())
+
+    def recover(self, observations: Sequence[Observation], progress: Progress) -> bool:  # noqa: ARG002
+        """Undo what made loss or gradient not finite; returns whether anything was undone."""
+        return False
+
+    def _skip(self, progress: Progress) -> None:
+        """Count a step that cannot be taken, and give up after too many in a row."""
         progress.skipped += 1
         progress.skipped_in_a_row += 1
+        self._diagnostics |= progress.shown()
         if progress.skipped_in_a_row > self.patience:
             raise NonFiniteError(
                 f"{progress.skipped_in_a_row} steps in a row had a loss or gradient that is not "
                 "finite. Nothing was changed in any of them; look at the data, or at what the "
                 "model computes."
             )
-        return False
 
-    def _move(self, update: Matrices, sign: float = 1.0) -> None:
-        """θ ← θ + lr · update, or back again."""
+    def _times_lr(self, update: Matrices) -> Matrices:
+        """An update with each parameter's learning rate in it."""
+        return {
+            group.name: group.matrix(
+                {
+                    key: part * self._setting(group.parameters[key], "lr")
+                    for key, part in group.tensors(update[group.name]).items()
+                }
+            )
+            for group in self._observer.theta
+        }
+
+    def _move(self, step: Matrices, sign: float = 1.0) -> None:
+        """θ ← θ + step, or back again."""
         for group in self._observer.theta:
-            for key, part in group.tensors(update[group.name]).items():
+            for key, part in group.tensors(step[group.name]).items():
                 p = group.parameters[key]
-                p.add_(part.to(p.dtype), alpha=sign * self._setting(p, "lr"))
+                p.add_(part.to(p.dtype), alpha=sign)
+
+    def _snapshot(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self._parameters()]
+
+    def _restore(self, snapshot: Sequence[Tensor]) -> None:
+        for p, value in zip(self._parameters(), snapshot, strict=True):
+            p.copy_(value)
+
+    def _evaluate_after(
+        self, observations: Sequence[Observation], step: Matrices, sign: float = 1.0
+    ) -> Tensor:
+        """f where a step would lead; the parameters stay as they are."""
+        start = self._snapshot()
+        self._move(step, sign)
+        value = self._evaluate(observations)
+        self._restore(start)
+        return value
 
     def _evaluate(self, observations: Sequence[Observation]) -> Tensor:
         return self._objective([self._observer.evaluate(o) for o in observations], observations)
@@ -160,6 +201,15 @@ class ObservingOptimizer(Optimizer):
         for p in self._parameters():
             state = self.state[p]
             state["average"] = update_average(state.get("average"), p, progress.t)
+
+    def _leave_out_of_average(self, t: int) -> None:
+        """Undo the average's last update, the one of step t."""
+        for p in self._parameters():
+            state = self.state[p]
+            if "average" in state:
+                earlier = without_last(state.pop("average"), p, t)
+                if earlier is not None:
+                    state["average"] = earlier
 
     def _check_nothing_to_do(self, gradient: Matrices) -> None:
         if any(bool(g.any()) for g in gradient.values()):
@@ -193,10 +243,13 @@ class ObservingOptimizer(Optimizer):
         """The last step in plain numbers, ready for any logger.
 
         ``loss`` before the step, the ``predicted`` and, where it was looked at, the
-        ``actual`` change and ρ; τ, γ, α, momentum, each layer's scale; and how many steps
-        were refused and skipped. Numbers are fetched only when this is read.
+        ``actual`` change and ρ; τ, γ, α, momentum, each layer's scale; how many steps were
+        refused and skipped; and the seconds of each phase. Numbers are fetched only when this
+        is read.
         """
-        return {key: _plain(value) for key, value in self._diagnostics.items()}
+        return {key: _plain(value) for key, value in self._diagnostics.items()} | {
+            "seconds": self._watch.seconds()
+        }
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -209,16 +262,14 @@ class ObservingOptimizer(Optimizer):
             >>> with optimizer.averaged(), torch.no_grad():
             ...     _ = model(torch.zeros(1, 2))
         """
-        kept = {p: p.detach().clone() for p in self._parameters()}
+        with torch.no_grad():
+            kept = self._snapshot()
+            self._restore([self.state[p].get("average", p) for p in self._parameters()])
         try:
-            with torch.no_grad():
-                for p in kept:
-                    p.copy_(self.state[p].get("average", p))
             yield
         finally:
             with torch.no_grad():
-                for p, value in kept.items():
-                    p.copy_(value)
+                self._restore(kept)
 
     def averaged_parameters(self) -> dict[str, Tensor]:
         """Copies of the averaged parameters, by name, as ``load_state_dict`` takes them."""

@@ -4,40 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
+from gaussnewton import damping as rules
 from gaussnewton.blocks import Inverse, Inversion, KroneckerBlock
-from gaussnewton.errors import FactorisationError, NonFiniteError
+from gaussnewton.errors import NonFiniteError
 from gaussnewton.estimators import KFAC, Estimator, estimator_of
 from gaussnewton.observer import Observation
-from gaussnewton.observing import Matrices, ObservingOptimizer, inner
+from gaussnewton.observing import Matrices, ObservingOptimizer
 from gaussnewton.progress import Progress
-from gaussnewton.quadratic import Quadratic, gauss_newton_gram
+from gaussnewton.proposal import Proposal, calibrated, plain
+from gaussnewton.quadratic import gauss_newton_gram
+from gaussnewton.running import blocks_of, careful_inverse, store
 from gaussnewton.settings import Damping, Guard, Refresh, StepSize
 
 FEW_OUTPUTS = 16
 """Up to so many outputs KFLR costs little more than KFRA, and is exact."""
-
-FIRST_MULTIPLES = (10.0, 100.0, 1000.0, 10_000.0)
-"""Of the mean curvature: what is tried for τ on the first batch."""
-
-GOOD_RHO = 0.5
-"""The share of the predicted fall in loss with which a first step is good."""
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """A step that could be taken, and the quadratic model that proposes it."""
-
-    update: Matrices
-    model: Quadratic
-    coefficients: Tensor
-    scales: dict[str, Tensor] | None
 
 
 class GaussNewton(ObservingOptimizer):
@@ -125,56 +110,39 @@ class GaussNewton(ObservingOptimizer):
         progress: Progress,
     ) -> None:
         """One update of the paper's algorithm."""
-        self._estimate(observations, progress)
-        proposal = self._choose(observations, gradient, before, progress)
-        self._move(proposal.update)
-        self._judge(observations, proposal, before, progress)
+        with self._watch("damping"):
+            if self._last_step_failed(observations, float(before), progress.t - 1, progress):
+                return
+            if self._lost(observations, before, progress):
+                return
+        with self._watch("curvature"):
+            fresh = self._estimate(observations, progress)
+        if progress.tau == 0:
+            with self._watch("first damping"):
+                self._find_damping(observations, gradient, before, progress)
+        with self._watch("inversion"):
+            self._invert_if_due(fresh, progress)
+        with self._watch("step size"):
+            proposal = self._choose(observations, gradient, progress)
+        with self._watch("damping"):
+            self._take(observations, proposal, before, progress)
 
     # Curvature and its inverse
 
-    def _estimate(self, observations: Sequence[Observation], progress: Progress) -> None:
-        """Running averages of Q and G, and their inverses, when they are due."""
-        estimate = (progress.t - 1) % self.refresh.curvature == 0 or not self._blocks()
-        if estimate:
-            try:
-                for name, block in self._fresh_blocks(observations).items():
-                    self._store(name, block)
-            except NonFiniteError:  # the loss is finite, but something behind it is not
-                progress.mended += 1
-                if not self._blocks():
-                    raise
-        if progress.tau == 0:
-            return  # the first batch: the damping comes first
-        if estimate or (progress.t - 1) % self.refresh.inverse == 0:
-            self._invert(progress)
-        elif not self._inverses:  # a loaded or copied optimiser goes on as it was
-            self._inverses = self._inverses_with(progress.inverted_with, progress)
-
-    def _fresh_blocks(self, observations: Sequence[Observation]) -> dict[str, KroneckerBlock]:
-        """The blocks of f, of all observed passes together."""
-        estimator = self._chosen_estimator(observations[0])
-        result: dict[str, KroneckerBlock] = {}
-        data = 0
-        for observation in observations:
-            assert observation.factor is not None
-            factor, count = float(observation.factor), observation.record.data
-            for name, block in estimator.of_chain(observation.chain).items():
-                assert isinstance(block, KroneckerBlock)
-                if name in result:
-                    result[name] = result[name].merge(block, (data, count), (1.0, factor))
-                else:
-                    result[name] = KroneckerBlock(block.Q, block.G * factor)
-            data += count
-        return result
-
-    def _store(self, name: str, fresh: KroneckerBlock) -> None:
-        """Average a fresh block into the running one, which is a plain mean at first."""
-        state = self._layer_state(name)
-        count = state.get("estimates", 0) + 1
-        decay = min(self.refresh.decay, 1 - 1 / count)
-        if count > 1:
-            fresh = KroneckerBlock(state["Q"], state["G"]).average(fresh, decay)
-        state.update(Q=fresh.Q, G=fresh.G, estimates=count)
+    def _estimate(self, observations: Sequence[Observation], progress: Progress) -> bool:
+        """Running averages of Q and G, when they are due; returns whether they changed."""
+        if (progress.t - 1) % self.refresh.curvature and self._blocks():
+            return False
+        try:
+            fresh = blocks_of(observations, self._chosen_estimator(observations[0]))
+        except NonFiniteError:  # the loss is finite, but something behind it is not
+            progress.mended += 1
+            if not self._blocks():
+                raise
+            return False
+        for name, block in fresh.items():
+            store(self._layer_state(name), block, self.refresh.decay)
+        return True
 
     def _blocks(self) -> dict[str, KroneckerBlock]:
         states = {name: self._layer_state(name) for name in self._observer.theta.groups}
@@ -182,49 +150,46 @@ class GaussNewton(ObservingOptimizer):
             return {}
         return {name: KroneckerBlock(state["Q"], state["G"]) for name, state in states.items()}
 
+    def _invert_if_due(self, fresh: bool, progress: Progress) -> None:
+        if fresh or (progress.t - 1) % self.refresh.inverse == 0:
+            self._invert(progress)
+        elif not self._inverses:  # a loaded or copied optimiser goes on as it was
+            self._inverses = self._inverses_with(progress.inverted_with, progress)
+
     def _invert(self, progress: Progress) -> None:
-        progress.inverted_with = progress.gamma
         self._inverses = self._inverses_with(progress.gamma, progress)
+        progress.inverted_with = progress.gamma
 
     def _inverses_with(self, gamma: float, progress: Progress) -> dict[str, Inverse]:
+        """C̃⁻¹ with k = γ + η added to each block."""
         return {
-            name: self._inverse(name, block, gamma + self._eta(name), progress)
+            name: careful_inverse(
+                name,
+                block,
+                gamma + self._eta(name),
+                self.inversion,
+                self._inverses.get(name),
+                progress,
+            )
             for name, block in self._blocks().items()
         }
-
-    def _inverse(
-        self, name: str, block: KroneckerBlock, damping: float, progress: Progress
-    ) -> Inverse:
-        """A damped inverse; where factorising fails, a more careful one, or the last one."""
-        wide = KroneckerBlock(block.Q.double(), block.G.double())
-        for candidate, amount in ((block, 1), (block, 10), (wide, 10), (wide, 1000)):
-            try:
-                return candidate.invert(amount * damping, self.inversion)
-            except (FactorisationError, RuntimeError):  # torch's LinAlgError is one
-                progress.mended += 1
-        if name in self._inverses:
-            return self._inverses[name]
-        raise FactorisationError(
-            f"the curvature of layer '{name}' could not be inverted, not even in float64 with a "
-            f"thousand times the damping {damping:.3g}. Look at what enters the layer."
-        )
 
     # Direction and step size
 
     def _choose(
-        self,
-        observations: Sequence[Observation],
-        gradient: Matrices,
-        before: Tensor,
-        progress: Progress,
+        self, observations: Sequence[Observation], gradient: Matrices, progress: Progress
     ) -> Proposal:
-        """The step to take, after finding the damping where that is due."""
-        if progress.tau == 0:
-            self._find_damping(observations, gradient, before, progress)
-        elif self.damping.gamma == "search" and progress.t % self.damping.gamma_interval == 0:
-            return self._search_gamma(observations, gradient, progress)
-        proposal = self._propose(observations, gradient, self._inverses, progress.tau)
-        self._remember_scales(proposal)
+        """The step to take, with the best γ of three where that is due (appendix B.3)."""
+        search = self.damping.gamma == "search" and progress.t % self.damping.gamma_interval == 0
+        if not search:
+            return self._propose(observations, gradient, self._inverses, progress.tau)
+        tried = []
+        for gamma in rules.gamma_candidates(progress, self.damping):
+            inverses = self._inverses_with(gamma, progress)
+            proposal = self._propose(observations, gradient, inverses, progress.tau)
+            tried.append((float(proposal.predicted()), gamma, inverses, proposal))
+        _, progress.gamma, self._inverses, proposal = min(tried, key=lambda part: part[0])
+        progress.inverted_with = progress.gamma
         return proposal
 
     def _propose(
@@ -237,74 +202,24 @@ class GaussNewton(ObservingOptimizer):
         """δ̃ = −C̃⁻¹ ∇f, and how much of it the quadratic model wants (appendix B.1, B.2)."""
         direction = {name: -inverses[name].solve(g).to(g.dtype) for name, g in gradient.items()}
         previous = self._previous() if self.step_size.momentum else None
-        if self.step_size.calibrate:
-            return self._calibrated(observations, gradient, direction, previous, tau)
-        stacks = [direction] if previous is None else [direction, previous]
-        together = {name: torch.stack([d[name] for d in stacks]) for name in direction}
-        gram = self._gram(observations, None, together)
-        dots = torch.stack([torch.stack([self._dot(a, b, tau) for b in stacks]) for a in stacks])
-        slopes = torch.stack([inner(gradient, d) for d in stacks])
-        model = Quadratic(gram + dots, slopes)
-        c = model.minimum()
-        return Proposal(combine(c, stacks), model, c, None)
+        shift = {name: tau + self._eta(name) for name in gradient}
 
-    def _calibrated(
-        self,
-        observations: Sequence[Observation],
-        gradient: Matrices,
-        direction: Matrices,
-        previous: Matrices | None,
-        tau: float,
-    ) -> Proposal:
-        """Scale each layer by its own exact line search, then solve for all together."""
+        def gram(layers: Matrices | None, others: Matrices | None) -> Tensor:
+            part, least = self.step_size.part, self.step_size.least
+            return gauss_newton_gram(observations, layers, others, part, least)
+
+        if not self.step_size.calibrate:
+            return plain(gradient, direction, previous, gram, shift)
         names = observations[0].chain.trained
-        others = None if previous is None else {n: p.unsqueeze(0) for n, p in previous.items()}
-        gram = self._gram(observations, direction, others)
-        alone = [{name: direction[name]} for name in names]
-        spans: list[Matrices] = [*alone, *([] if previous is None else [previous])]
-        M = gram + torch.stack([torch.stack([self._dot(a, b, tau) for b in spans]) for a in spans])
-        b = torch.stack([inner(gradient, d) for d in spans])
-        layers = len(names)
-        own = (-b[:layers] / M.diagonal()[:layers]).clamp(min=1e-12).log()
-        scales = self._blend_scales(names, own)
-        basis = torch.zeros(
-            len(spans), 1 if previous is None else 2, dtype=M.dtype, device=M.device
-        )
-        basis[:layers, 0] = scales.exp()
-        if previous is not None:
-            basis[layers, 1] = 1
-        model = Quadratic(M, b).project(basis)
-        c = model.minimum()
-        scaled = {
-            name: direction[name] * scale.to(direction[name].dtype)
-            for name, scale in zip(names, scales.exp(), strict=True)
-        }
-        stacks = [scaled] if previous is None else [scaled, previous]
-        return Proposal(combine(c, stacks), model, c, dict(zip(names, scales, strict=True)))
+        most = self.step_size.most
+        return calibrated(gradient, direction, previous, gram, shift, names, self._blend, most)
 
-    def _gram(
-        self,
-        observations: Sequence[Observation],
-        layers: Matrices | None,
-        others: Matrices | None,
-    ) -> Tensor:
-        settings = self.step_size
-        return gauss_newton_gram(observations, layers, others, settings.part, settings.least)
+    def _blend(self, name: str, own: Tensor) -> Tensor:
+        """The running geometric mean of a layer's own step size, as a logarithm."""
+        past, memory = self._layer_state(name).get("log_scale"), self.step_size.memory
+        return own if past is None else memory * past.to(own) + (1 - memory) * own
 
-    def _blend_scales(self, names: Sequence[str], own: Tensor) -> Tensor:
-        """The running geometric mean of each layer's own step size, as logarithms."""
-        memory = self.step_size.memory
-        blended = []
-        for name, new in zip(names, own, strict=True):
-            old = self._layer_state(name).get("log_scale")
-            blended.append(new if old is None else memory * old.to(new) + (1 - memory) * new)
-        return torch.stack(blended)
-
-    def _remember_scales(self, proposal: Proposal) -> None:
-        for name, scale in (proposal.scales or {}).items():
-            self._layer_state(name)["log_scale"] = scale
-
-    # Damping
+    # Damping, and steps that fail
 
     def _find_damping(
         self,
@@ -313,118 +228,157 @@ class GaussNewton(ObservingOptimizer):
         before: Tensor,
         progress: Progress,
     ) -> None:
-        """τ₀ and γ₀, from a range of multiples of the mean curvature.
+        """τ₀ and γ₀: the least with which the first step is about as good as predicted.
 
-        The least of those with which the first step lowers the loss about as much as the
-        quadratic model says; a lower one may do better at once, but not for long.
+        A lower one may do better at once, but not for long. If none is, the one with which
+        the loss falls most.
         """
-        blocks = self._blocks()
-        size = sum(block.rows * block.columns for block in blocks.values())
-        mean = float(torch.stack([b.trace() for b in blocks.values()]).sum()) / size
-        if self.damping.tau is not None:
-            best = self.damping.tau
+        candidates = rules.first_candidates(self._blocks(), self.damping)
+        falls = {}
+        for tau in candidates:
+            if len(candidates) == 1:
+                break
+            inverses = self._inverses_with(tau, progress)
+            proposal = self._propose(observations, gradient, inverses, tau)
+            fall = float(before - self._evaluate_after(observations, proposal.update))
+            if fall >= -rules.GOOD_RHO * float(proposal.predicted()):
+                break
+            falls[tau] = fall if math.isfinite(fall) else -math.inf
         else:
-            falls = {}
-            for multiple in FIRST_MULTIPLES:
-                tau = multiple * mean
-                proposal = self._propose(
-                    observations, gradient, self._inverses_with(tau, progress), tau
-                )
-                self._move(proposal.update)
-                fall = float(before - self._evaluate(observations))
-                self._move(proposal.update, -1.0)
-                falls[tau] = fall if math.isfinite(fall) else -math.inf
-                if fall >= -GOOD_RHO * float(proposal.model.change(proposal.coefficients)):
-                    break
-            else:
-                tau = max(falls, key=lambda tau: falls[tau])
-            best = tau
-        progress.first_tau = progress.tau = progress.gamma = best
-        self._invert(progress)
+            tau = max(falls, key=lambda tau: falls[tau])
+        rules.start(tau, progress)
 
-    def _search_gamma(
-        self, observations: Sequence[Observation], gradient: Matrices, progress: Progress
-    ) -> Proposal:
-        """The best of {ω γ, γ, γ/ω} by the quadratic model (appendix B.3)."""
-        omega = self.damping.decay**self.damping.gamma_interval
-        best: tuple[float, float, dict[str, Inverse], Proposal] | None = None
-        for gamma in (omega * progress.gamma, progress.gamma, progress.gamma / omega):
-            gamma = self._bounded(gamma, progress)
-            inverses = self._inverses_with(gamma, progress)
-            proposal = self._propose(observations, gradient, inverses, progress.tau)
-            change = float(proposal.model.change(proposal.coefficients))
-            if best is None or change < best[0]:
-                best = (change, gamma, inverses, proposal)
-        assert best is not None
-        _, progress.gamma, self._inverses, proposal = best
-        progress.inverted_with = progress.gamma
-        self._remember_scales(proposal)
-        return proposal
+    def _lost(
+        self, observations: Sequence[Observation], before: Tensor, progress: Progress
+    ) -> bool:
+        """Compare with the averaged parameters on this fresh batch; go back to them if lost."""
+        settings = self.damping
+        if not settings.anneal or progress.t % settings.tau_interval or not progress.last_predicted:
+            return False
+        with self.averaged():
+            saved = float(before - self._evaluate(observations))
+        scale = abs(float(before)) + abs(progress.last_predicted)
+        if not rules.note_noise(saved / scale, progress):
+            return False
+        self._restore([self.state[p]["average"] for p in self._parameters()])
+        self._refused(progress)
+        return True
 
-    def _judge(
+    def _take(
         self,
         observations: Sequence[Observation],
         proposal: Proposal,
         before: Tensor,
         progress: Progress,
     ) -> None:
-        """ρ, and what follows from it for τ and for the step just taken (appendix B.3)."""
+        """Take the step, and see what follows from ρ for τ and for the step (appendix B.3)."""
         lr = float(self.param_groups[0]["lr"])
-        predicted = proposal.model.change(proposal.coefficients * lr)
-        rho, actual = None, None
+        predicted, step = proposal.predicted(lr), self._times_lr(proposal.update)
+        rho, actual, kept = None, None, True
         due = progress.t % self.damping.tau_interval == 0 or progress.look
-        if due and lr:
-            after = self._evaluate(observations)
-            actual = after - before
+        if not math.isfinite(float(predicted)):
+            kept = False
+        elif due and lr:
+            start = self._snapshot()
+            self._move(step)
+            actual = self._evaluate(observations) - before
             rho = float(actual / predicted)
-            progress.look = False
-            if self.guard.refuse and not rho >= -self.guard.tolerance:
-                self._take_back(proposal, progress)
+            kept = not self.guard.refuse or rho >= -self.guard.tolerance
+            if kept:
+                rules.adapt_tau(rho, progress, self.damping)
             else:
-                self._adapt_tau(rho, progress)
-                self._remember(proposal.update)
+                self._restore(start)
         else:
-            self._remember(proposal.update)
+            self._move(step)
+        if kept:
+            self._remember(step, proposal.scales, float(before), float(predicted), progress)
+        else:
+            self._refused(progress)
+        self._diagnose(proposal, before, predicted, actual, rho, progress)
+
+    def _last_step_failed(
+        self, observations: Sequence[Observation], before: float, t: int, progress: Progress
+    ) -> bool:
+        """Take back the last step if it raised the loss of this fresh batch beyond reason.
+
+        Looked into only where the loss is suspiciously higher than that of the last batch,
+        because it costs a forward pass.
+        """
+        last = self._previous()
+        if not self.guard.refuse or last is None or progress.last_predicted == 0:
+            return False
+        allowed = self.guard.fresh_tolerance * abs(progress.last_predicted)
+        if before - progress.last_loss <= allowed:
+            return False
+        earlier = float(self._evaluate_after(observations, last, -1.0))
+        if not math.isfinite(earlier) or before - earlier <= allowed:
+            return False
+        self._leave_out_of_average(t)
+        self._move(last, -1.0)
+        self._refused(progress)
+        return True
+
+    def recover(self, observations: Sequence[Observation], progress: Progress) -> bool:
+        """A loss that is not finite: take back the last step, if it is to blame."""
+        return self._last_step_failed(observations, math.inf, progress.t, progress)
+
+    def _refused(self, progress: Progress) -> None:
+        """More damping, a look at the next step, and nothing remembered of this one."""
+        progress.refused += 1
+        progress.look = True
+        progress.last_predicted = 0.0
+        if progress.tau:
+            rules.raise_after_refusal(progress, self.damping)
+            self._invert(progress)
+        for p in self._parameters():
+            self.state[p].pop("update", None)
+        self._diagnostics |= progress.shown()
+
+    def _remember(
+        self,
+        step: Matrices,
+        scales: dict[str, Tensor],
+        before: float,
+        predicted: float,
+        progress: Progress,
+    ) -> None:
+        """What the next step wants to know of this one."""
+        progress.look = False
+        progress.last_loss, progress.last_predicted = before, predicted
+        for name, scale in scales.items():
+            self._layer_state(name)["log_scale"] = scale
+        for group in self._observer.theta:
+            for key, part in group.tensors(step[group.name]).items():
+                self.state[group.parameters[key]]["update"] = part.clone()
+
+    def _previous(self) -> Matrices | None:
+        """The last update; None if there is none for some layer."""
+        result = {}
+        for group in self._observer.theta:
+            parts = {key: self.state[p].get("update") for key, p in group.parameters.items()}
+            if any(part is None for part in parts.values()):
+                return None
+            result[group.name] = group.matrix(parts)
+        return result
+
+    def _diagnose(
+        self,
+        proposal: Proposal,
+        before: Tensor,
+        predicted: Tensor,
+        actual: Tensor | None,
+        rho: float | None,
+        progress: Progress,
+    ) -> None:
         self._diagnostics = {
             "loss": before,
             "predicted": predicted,
             "actual": actual,
             "rho": rho,
-            "tau": progress.tau,
-            "gamma": progress.gamma,
             "alpha": proposal.coefficients[0],
             "momentum": proposal.coefficients[1] if len(proposal.coefficients) > 1 else 0.0,
-            "scales": {name: s.exp() for name, s in (proposal.scales or {}).items()},
-            "refused": progress.refused,
-            "skipped": progress.skipped,
-            "mended": progress.mended,
-            "t": progress.t,
-        }
-
-    def _adapt_tau(self, rho: float, progress: Progress) -> None:
-        omega = self.damping.decay**self.damping.tau_interval
-        if rho > self.damping.lower_above:
-            progress.tau = self._bounded(progress.tau * omega, progress)
-        elif rho < self.damping.raise_below:
-            progress.tau = self._bounded(progress.tau / omega, progress)
-        if self.damping.gamma == "tied":
-            progress.gamma = progress.tau
-
-    def _take_back(self, proposal: Proposal, progress: Progress) -> None:
-        self._move(proposal.update, -1.0)
-        omega = self.damping.decay ** (4 * self.damping.tau_interval)
-        progress.tau = self._bounded(progress.tau / omega, progress)
-        if self.damping.gamma == "tied":
-            progress.gamma = progress.tau
-        progress.refused += 1
-        progress.look = True
-        self._invert(progress)
-        for p in self._parameters():
-            self.state[p].pop("update", None)
-
-    def _bounded(self, value: float, progress: Progress) -> float:
-        low, high = self.damping.bounds
-        return min(max(value, low * progress.first_tau), high * progress.first_tau)
+            "scales": {name: s.exp() for name, s in proposal.scales.items()},
+        } | progress.shown()
 
     # What a user asks of it
 
@@ -469,34 +423,6 @@ class GaussNewton(ObservingOptimizer):
         self._note_random_state()
         return super().__getstate__()
 
-    # Parameters and their state
-
-    def _remember(self, update: Matrices) -> None:
-        for group in self._observer.theta:
-            for key, part in group.tensors(update[group.name]).items():
-                p = group.parameters[key]
-                self.state[p]["update"] = part * self._setting(p, "lr")
-
-    def _previous(self) -> Matrices | None:
-        """The last update, for momentum; None if there is none for some layer."""
-        result = {}
-        for group in self._observer.theta:
-            parts = {key: self.state[p].get("update") for key, p in group.parameters.items()}
-            if any(part is None for part in parts.values()):
-                return None
-            result[group.name] = group.matrix(parts)
-        return result
-
-    def _dot(self, a: Matrices, b: Matrices, tau: float) -> Tensor:
-        """aᵀ (τ + η) b, over the layers that both have."""
-        terms = [
-            (tau + self._eta(name)) * (a[name].double() * b[name].double()).sum()
-            for name in a
-            if name in b
-        ]
-        like = next(iter(a.values()))
-        return torch.stack(terms).sum() if terms else like.new_zeros((), dtype=torch.float64)
-
     def _chosen_estimator(self, observation: Observation) -> Estimator:
         if self._estimator is None:
             method = self.curvature
@@ -508,14 +434,3 @@ class GaussNewton(ObservingOptimizer):
             if isinstance(self._estimator, KFAC) and saved is not None:
                 self._estimator.set_random_state(saved, observation.record.outputs.device)
         return self._estimator
-
-
-def combine(c: Tensor, stacks: Sequence[Matrices]) -> Matrices:
-    """Σ c_i d_i."""
-    return {
-        name: sum(
-            (s.to(d[name].dtype) * d[name] for s, d in zip(c[1:], stacks[1:], strict=True)),
-            start=c[0].to(stacks[0][name].dtype) * stacks[0][name],
-        )
-        for name in stacks[0]
-    }

@@ -21,6 +21,9 @@ class Progress:
         refused: steps taken back.
         mended: factorisations that failed at first, and estimates that were not finite.
         look: whether the next step's ρ is looked at out of turn.
+        noise: how much of the loss the averaged parameters save, a running mean.
+        last_loss: f before the last step.
+        last_predicted: what the last step was to change of it; zero if it is not to be judged.
     """
 
     t: int = 0
@@ -33,6 +36,14 @@ class Progress:
     refused: int = 0
     mended: int = 0
     look: bool = False
+    noise: float = 0.0
+    last_loss: float = 0.0
+    last_predicted: float = 0.0
+
+    def shown(self) -> dict[str, Any]:
+        """What a user may want to see of it."""
+        names = ("t", "tau", "gamma", "noise", "refused", "skipped", "mended")
+        return {name: getattr(self, name) for name in names}
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, for a state dict."""

@@ -8,6 +8,7 @@ restricted to the span of a few directions, where it is a small matrix and a sma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,8 +27,29 @@ class Quadratic:
     M: Float[Tensor, "k k"]
     b: Float[Tensor, " k"]
 
-    def minimum(self) -> Float[Tensor, " k"]:
-        """The coefficients c that minimise the model.
+    def minimum(self, most: float = math.inf) -> Float[Tensor, " k"]:
+        """The coefficients c that minimise the model, of those with |c_i| ≤ ``most``.
+
+        The model is convex: if its minimum lies outside the box, the best of the box lies on
+        one of its faces, where it is a model of one coefficient less.
+        """
+        c = self._free_minimum()
+        if bool((c.abs() <= most).all()) or not bool(c.isfinite().all()):
+            return c
+        faces = [self._on_face(i, side, most) for i in range(len(c)) for side in (-most, most)]
+        return min(faces, key=lambda c: float(self.change(c)))
+
+    def _on_face(self, i: int, value: float, most: float) -> Float[Tensor, " k"]:
+        """The best of those with c_i = value."""
+        rest = [j for j in range(len(self.b)) if j != i]
+        c = torch.full_like(self.b, value)
+        if rest:
+            slope = self.b[rest] + self.M[rest, i] * value
+            c[rest] = Quadratic(self.M[rest][:, rest], slope).minimum(most)
+        return c
+
+    def _free_minimum(self) -> Float[Tensor, " k"]:
+        """−M⁻¹ b.
 
         The rows are scaled to a unit diagonal first, so that a direction that has become
         tiny, or nearly parallel to another, does not spoil the rest.

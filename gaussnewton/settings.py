@@ -20,6 +20,10 @@ class Damping:
         decay: ω_τ is this to the power of T_τ, and ω_γ to the power of T_γ.
         lower_above: τ falls where ρ is above this.
         raise_below: τ rises where ρ is below this. The paper has 0.75 for both.
+        anneal: raise τ also where the averaged parameters do better on fresh batches than the
+            present ones, and go back to them if they do far better. Without it, small batches
+            are fitted ever more closely one by one. It costs a forward pass every
+            ``tau_interval`` updates.
         bounds: the least and greatest τ and γ, as multiples of the first τ.
     """
 
@@ -30,6 +34,7 @@ class Damping:
     decay: float = 0.95
     lower_above: float = 0.75
     raise_below: float = 0.25
+    anneal: bool = True
     bounds: tuple[float, float] = (1e-10, 1e10)
 
 
@@ -43,6 +48,8 @@ class StepSize:
         calibrate: scale each layer's direction by a running geometric mean of its own exact
             step size first. One scalar cannot mend a block-diagonal step.
         memory: of that running mean.
+        most: the greatest multiple of the calibrated direction, and of the last update. Only
+            small batches ask for more, and it is their noise that does.
         part: the share of a batch on which the quadratic model is evaluated.
         least: so many data of a batch are used in any case, if it has them.
     """
@@ -50,6 +57,7 @@ class StepSize:
     momentum: bool = True
     calibrate: bool = True
     memory: float = 0.9
+    most: float = 1.0
     part: float = 0.25
     least: int = 250
 
@@ -75,20 +83,25 @@ class Guard:
 
     Attributes:
         refuse: take back a step that raised the loss by more than ``tolerance`` times what
-            the quadratic model promised to lower it, and raise τ.
+            the quadratic model promised to lower it, and raise τ. This is looked at where ρ is,
+            and, with ``fresh_tolerance``, at the next batch if its loss is that much higher than
+            the last one's, or not finite.
         tolerance: see above.
+        fresh_tolerance: the same for a batch that the step was not made for, where some rise
+            is only noise.
         patience: so many steps in a row may be skipped for a loss or gradient that is not
             finite, before an error is raised.
     """
 
     refuse: bool = True
     tolerance: float = 1.0
+    fresh_tolerance: float = 5.0
     patience: int = 10
 
 
 PAPER: dict[str, Any] = {
     "curvature": "kfra",
-    "damping": Damping(gamma="search", lower_above=0.75, raise_below=0.75),
+    "damping": Damping(gamma="search", lower_above=0.75, raise_below=0.75, anneal=False),
     "step_size": StepSize(momentum=False, calibrate=False, part=1.0),
     "refresh": Refresh(curvature=1, inverse=1, decay=0.9),
     "guard": Guard(refuse=False),

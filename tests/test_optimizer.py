@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gaussnewton as gn
+from gaussnewton.quadratic import Quadratic
 from tests.literal import LiteralPaper
 from tests.problems import network, relative
 
@@ -162,3 +163,104 @@ def test_diagnostics_are_plain_numbers() -> None:
     ]:
         assert isinstance(value, (int, float))
     assert "layers.1" in optimizer.explain()
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_minimum_in_a_box_is_the_best_of_a_grid(k: int) -> None:
+    generator = torch.Generator().manual_seed(k)
+    axes = [torch.linspace(-1, 1, 41, dtype=torch.float64)] * k
+    grid = torch.cartesian_prod(*axes).reshape(-1, k)
+    outside = 0
+    for _ in range(30):
+        root = torch.randn(k, k + 1, generator=generator, dtype=torch.float64)
+        b = 2 * torch.randn(k, generator=generator, dtype=torch.float64)
+        model = Quadratic(root @ root.T, b)
+        c = model.minimum(most=1.0)
+        assert c.abs().max() <= 1
+        values = grid @ b + 0.5 * ((grid @ model.M) * grid).sum(1)
+        assert float(model.change(c)) <= float(values.min()) + 1e-12
+        outside += bool((model.minimum().abs() > 1).any())
+    assert outside > 3, "the box was never in the way"
+
+
+def noisy_problem(batch: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """Labels that are mostly chance: every batch can be fitted, and nothing is learnt by it."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 5))
+    x = torch.randn(200 * batch, 30)
+    y = torch.distributions.Categorical(logits=x[:, :5]).sample()
+    return net, x, y
+
+
+@pytest.mark.parametrize("batch", [4, 16])
+def test_small_batches_of_noise_do_not_lead_astray(batch: int) -> None:
+    net, x, y = noisy_problem(batch)
+    optimizer = gn.GaussNewton(net, nn.CrossEntropyLoss())
+    start = nn.functional.cross_entropy(net(x), y).item()
+    for part in torch.arange(len(x)).split(batch):
+        train(optimizer, x[part], y[part], 1)
+    with optimizer.averaged(), torch.no_grad():
+        assert nn.functional.cross_entropy(net(x), y).item() < start
+
+
+def test_without_annealing_the_same_batches_are_fitted_ever_closer() -> None:
+    taus = {}
+    for anneal in (True, False):
+        net, x, y = noisy_problem(16)
+        damping = gn.Damping(anneal=anneal)
+        optimizer = gn.GaussNewton(net, nn.CrossEntropyLoss(), damping=damping)
+        for part in torch.arange(len(x)).split(16):
+            train(optimizer, x[part], y[part], 1)
+        taus[anneal] = optimizer.diagnostics["tau"]
+    assert taus[True] > 10 * taus[False]
+
+
+@pytest.mark.parametrize("times", [1e3, 1e9])
+def test_takes_back_a_step_that_a_fresh_batch_finds_to_have_failed(times: float) -> None:
+    """As if the third step had gone so many times as far."""
+    net, x, y = problem(n=120)
+    optimizer = gn.GaussNewton(net, nn.MSELoss())
+    train(optimizer, x[:30], y[:30], 2)
+    before = [p.detach().clone() for p in net.parameters()]
+    average = optimizer.averaged_parameters()
+    train(optimizer, x[30:60], y[30:60], 1)
+    with torch.no_grad():
+        for p in net.parameters():
+            state = optimizer.state[p]
+            p.add_(state["update"], alpha=times - 1)
+            state["average"].add_(state["update"], alpha=(times - 1) / 3)
+            state["update"] *= times
+    tau = optimizer.diagnostics["tau"]
+    train(optimizer, x[60:], y[60:], 1)
+    assert optimizer.diagnostics["refused"] == 1
+    assert optimizer.diagnostics["tau"] > tau
+    for p, q in zip(net.parameters(), before, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-14 * times)
+    found = optimizer.averaged_parameters()
+    for key, q in zip(found, before, strict=True):
+        expected = (3 * average[key] + q) / 4
+        torch.testing.assert_close(found[key], expected, rtol=0, atol=1e-14 * times)
+
+
+def test_goes_back_to_the_average_where_it_is_far_better() -> None:
+    net, x, y = problem(n=90)
+    optimizer = gn.GaussNewton(net, nn.MSELoss(), guard=gn.Guard(fresh_tolerance=1e9))
+    train(optimizer, x, y, 9)
+    average = optimizer.averaged_parameters()
+    with torch.no_grad():
+        net.layers[-1].weight.mul_(50)
+    train(optimizer, x, y, 1)
+    assert optimizer.diagnostics["refused"] == 1
+    for key, p in net.named_parameters():
+        torch.testing.assert_close(p.detach(), average[key])
+
+
+def test_seconds_of_each_phase() -> None:
+    net, x, y = problem()
+    optimizer = gn.GaussNewton(net, nn.MSELoss())
+    assert optimizer.diagnostics == {"seconds": {}}
+    train(optimizer, x, y, 1)
+    seconds = optimizer.diagnostics["seconds"]
+    phases = {"record", "damping", "curvature", "first damping", "inversion", "step size"}
+    assert set(seconds) == phases
+    assert all(isinstance(s, float) and s > 0 for s in seconds.values())

@@ -1,0 +1,101 @@
+"""How τ and γ start and move (appendix B.3, and beyond it).
+
+τ damps the full Gauss-Newton matrix of the quadratic model, γ the blocks that give the
+direction. Both are bounded by multiples of where τ started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from gaussnewton.blocks import KroneckerBlock
+from gaussnewton.progress import Progress
+from gaussnewton.settings import Damping
+
+FIRST_MULTIPLES = (10.0, 100.0, 1000.0, 10_000.0)
+"""Of the mean curvature: what is tried for τ on the first batch."""
+
+GOOD_RHO = 0.5
+"""The share of the predicted fall in loss with which a first step is good."""
+
+QUIET, NOISY, LOST = 0.02, 0.05, 0.5
+"""Shares of the loss that the averaged parameters save: below the first τ may fall, above the
+second it rises, above the third the averaged parameters are the place to go on from."""
+
+NOISE_MEMORY = 0.7
+
+REFUSAL = 4
+"""After a refused step τ rises by as much as in so many ordinary rises."""
+
+
+def mean_eigenvalue(blocks: Mapping[str, KroneckerBlock]) -> float:
+    """tr(C̃) / dim(C̃), over all blocks: the scale on which damping is small or large."""
+    size = sum(block.rows * block.columns for block in blocks.values())
+    return float(torch.stack([block.trace() for block in blocks.values()]).sum()) / size
+
+
+def first_candidates(blocks: Mapping[str, KroneckerBlock], settings: Damping) -> list[float]:
+    """What to try for τ on the first batch, from the least on."""
+    if settings.tau is not None:
+        return [settings.tau]
+    mean = mean_eigenvalue(blocks)
+    return [multiple * mean for multiple in FIRST_MULTIPLES]
+
+
+def start(tau: float, progress: Progress) -> None:
+    """τ₀ and γ₀."""
+    progress.first_tau = progress.tau = progress.gamma = tau
+
+
+def adapt_tau(rho: float, progress: Progress, settings: Damping) -> None:
+    """Levenberg and Marquardt's rule: τ falls where the quadratic model is good, else it rises.
+
+    It rises too where the steps are too long for the noise of the batches, however good the
+    model is on the batch that it was fitted to.
+    """
+    omega = settings.decay**settings.tau_interval
+    if progress.noise > NOISY:
+        times = min(progress.noise / NOISY, REFUSAL)
+        _set_tau(progress.tau / omega**times, progress, settings)
+    elif rho < settings.raise_below:
+        _set_tau(progress.tau / omega, progress, settings)
+    elif rho > settings.lower_above and progress.noise < QUIET:
+        _set_tau(progress.tau * omega, progress, settings)
+
+
+def note_noise(saved: float, progress: Progress) -> bool:
+    """Take note of the share of a fresh batch's loss that the averaged parameters save.
+
+    What the last steps gained is then less than what they jumped about. Returns whether the
+    present parameters are lost: far worse than the average of what they were.
+    """
+    progress.noise = NOISE_MEMORY * progress.noise + (1 - NOISE_MEMORY) * saved
+    return saved > LOST
+
+
+def raise_after_refusal(progress: Progress, settings: Damping) -> None:
+    """Much more damping, for a step that failed."""
+    omega = settings.decay ** (REFUSAL * settings.tau_interval)
+    _set_tau(progress.tau / omega, progress, settings)
+
+
+def gamma_candidates(progress: Progress, settings: Damping) -> list[float]:
+    """{ω γ, γ, γ/ω}."""
+    omega = settings.decay**settings.gamma_interval
+    return [
+        _bounded(gamma, progress, settings)
+        for gamma in (omega * progress.gamma, progress.gamma, progress.gamma / omega)
+    ]
+
+
+def _set_tau(value: float, progress: Progress, settings: Damping) -> None:
+    progress.tau = _bounded(value, progress, settings)
+    if settings.gamma == "tied":
+        progress.gamma = progress.tau
+
+
+def _bounded(value: float, progress: Progress, settings: Damping) -> float:
+    low, high = settings.bounds
+    return min(max(value, low * progress.first_tau), high * progress.first_tau)
