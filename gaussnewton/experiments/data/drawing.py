@@ -19,7 +19,7 @@ def curves(count: int = COUNT, seed: int = 0) -> Float[Tensor, "count 784"]:
 
     Each is a smooth curve through three points drawn evenly from the image, three pixels or more
     off its edge, so that six numbers determine it, as in the data of Hinton and Salakhutdinov
-    (2006). How theirs are drawn is not published in full: these are like them, not the same.
+    (2006). They are like theirs, not the same images.
 
     Args:
         count: how many images. The first of many are the same as fewer with that seed.

@@ -45,14 +45,14 @@ def faces(
 
     The paper, after Hinton and Salakhutdinov (2006), takes the 250 photographs of the first 25
     people, 64 × 64, and for each of them 414 random pairs of a rotation from −90° to 90° and a
-    magnification from 1.4 to 1.8. They do not say how they cropped. Here a magnified and turned
+    magnification from 1.4 to 1.8. It does not say how they are cropped. Here a magnified and turned
     photograph is cropped to its old frame, which is then subsampled: a patch shows a square of
     64/1.4 to 64/1.8 pixels around the middle. As 1.4 is about √2, such a square lies in the
     photograph however it is turned, so patches have no empty corners (those at 45° and the lowest
     magnifications reach over it by less than half a pixel, and repeat its border there).
 
-    Grey levels are divided by 255; they go up to 242. Hinton and Salakhutdinov shifted each pixel
-    to mean zero and scaled all to variance one; the paper does not mention it.
+    Grey levels, which go up to 242, are divided by 255. Hinton and Salakhutdinov standardised
+    theirs; the paper does not mention that.
 
     Args:
         folder: holds ``olivettifaces.mat``. Without it, the folder of the environment variable
