@@ -45,3 +45,19 @@ class FactorisationError(GaussNewtonError, ArithmeticError):
 
 class MemoryLimitError(GaussNewtonError, MemoryError):
     """The request would need more memory than the limit allows."""
+
+
+class MissingExtraError(GaussNewtonError, ImportError):
+    """A package that only an extra of this one brings is not installed."""
+
+
+class DataError(GaussNewtonError, ValueError):
+    """A data set is unknown, or a file of it is damaged or not the one expected."""
+
+
+class MissingDataError(DataError, FileNotFoundError):
+    """A folder lacks files of a data set."""
+
+
+class DownloadError(DataError, ConnectionError):
+    """No mirror gave a file as it should be."""

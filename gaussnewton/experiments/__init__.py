@@ -1,0 +1,1 @@
+"""The paper's experiments, by public names. ``import gaussnewton`` does not import them."""
