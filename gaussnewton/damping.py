@@ -17,14 +17,17 @@ from gaussnewton.settings import Damping
 FIRST_MULTIPLES = (10.0, 100.0, 1000.0, 10_000.0)
 """Of the mean curvature: what is tried for τ on the first batch."""
 
-GOOD_RHO = 0.5
-"""The share of the predicted fall in loss with which a first step is good."""
+GOOD_RHO = 0.25
+"""The share of the predicted fall in loss with which a first step is good enough."""
 
 QUIET, NOISY, LOST = 0.02, 0.05, 0.5
 """Shares of the loss that the averaged parameters save: below the first τ may fall, above the
 second it rises, above the third the averaged parameters are the place to go on from."""
 
 NOISE_MEMORY = 0.7
+
+HURRY = 4
+"""Where τ is far too high it falls by as much as in so many ordinary falls."""
 
 REFUSAL = 4
 """After a refused step τ rises by as much as in so many ordinary rises."""
@@ -62,7 +65,8 @@ def adapt_tau(rho: float, progress: Progress, settings: Damping) -> None:
     elif rho < settings.raise_below:
         _set_tau(progress.tau / omega, progress, settings)
     elif rho > settings.lower_above and progress.noise < QUIET:
-        _set_tau(progress.tau * omega, progress, settings)
+        times = HURRY if rho > settings.hurry_above else 1
+        _set_tau(progress.tau * omega**times, progress, settings)
 
 
 def note_noise(saved: float, progress: Progress) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -19,13 +20,21 @@ class Hook:
         module: the module hooked, held weakly.
         method: the name of the owner's method.
         extra: arguments to put before those of the hook.
+        traced: whether ``torch.compile`` may look into it. Where it may not, the compiled code
+            of the module is interrupted for the hook.
     """
 
-    def __init__(self, owner: Any, module: nn.Module, method: str, *extra: Any) -> None:
+    def __init__(
+        self, owner: Any, module: nn.Module, method: str, *extra: Any, traced: bool = True
+    ) -> None:
         self.owner, self.module = weakref.ref(owner), weakref.ref(module)
         self.method, self.extra = method, extra
+        self._run = self._call if traced else torch.compiler.disable(self._call)
 
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
+        self._run(module, *arguments)
+
+    def _call(self, module: nn.Module, *arguments: Any) -> None:
         owner = self.owner()
         if owner is not None and module is self.module():
             getattr(owner, self.method)(*self.extra, module, *arguments)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gaussnewton.chain import Chain
+from gaussnewton.compiled import eagerly, is_compiled, original
 from gaussnewton.hooks import Hook
 from gaussnewton.model_state import unchanged
 from gaussnewton.parameters import Theta
@@ -31,6 +32,22 @@ class Start:
     kwargs: dict[str, Any]
     random_state: Tensor
     buffers: dict[str, Tensor]
+    precision: dict[str, Any]
+
+    def autocast(self) -> torch.autocast:
+        """The mixed precision that the pass began in, or none.
+
+        Without autocast's cache, which would outlive a change of the parameters.
+        """
+        return torch.autocast(**self.precision, cache_enabled=False)
+
+
+def _precision(device_type: str) -> dict[str, Any]:
+    return {
+        "device_type": device_type,
+        "enabled": torch.is_autocast_enabled(device_type),
+        "dtype": torch.get_autocast_dtype(device_type),
+    }
 
 
 @dataclass
@@ -38,22 +55,26 @@ class Observation:
     """One forward pass that ended in a call of the criterion.
 
     Attributes:
-        chain: its layers, taken from the graph before ``backward`` frees it.
+        record: what it saw.
+        layers: its chain of layers, taken from the graph before ``backward`` frees it; None of
+            a compiled model, whose graph does not show them, until the step begins.
         start: how it began.
         places: for each argument of the criterion, which of the model's outputs it was.
         factor: ∂(what was differentiated) / ∂loss, e.g. 1/4 in the mean of four batches;
             None until a gradient has come back through the loss.
     """
 
-    chain: Chain
+    record: Record
+    layers: Chain | None
     start: Start
     places: tuple[int | None, ...]
     factor: Tensor | None = None
 
     @property
-    def record(self) -> Record:
-        """What the pass saw."""
-        return self.chain.record
+    def chain(self) -> Chain:
+        """The chain of layers; there is one once the observer has handed the pass out."""
+        assert self.layers is not None
+        return self.layers
 
     @property
     def loss(self) -> Tensor:
@@ -77,12 +98,15 @@ class Observer(Tape):
 
     def attach(self) -> None:
         """Put the hooks in place, for the layers that are trained now."""
-        self.__exit__()
-        self.theta = Theta(self.model)
-        self._layers = recorded_layers(self.model, self.theta)
-        self.__enter__()
-        before = Hook(self, self.model, "_before_model")
-        after = Hook(self, self.model, "_after_model")
+        self._remove_hooks()
+        self.theta = Theta(original(self.model))
+        self._layers = recorded_layers(original(self.model), self.theta)
+        self._compiled = is_compiled(self.model)
+        if not self._compiled:
+            self._hook_layers(traced=False)
+        self._hook_criterion(traced=False)
+        before = Hook(self, self.model, "_before_model", traced=False)
+        after = Hook(self, self.model, "_after_model", traced=False)
         self._handles.append(
             self.model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         )
@@ -93,8 +117,9 @@ class Observer(Tape):
         taken = [o for o in self.observations if o.factor is not None]
         self.observations, self._start, self._model_outputs = [], None, []
         for observation in taken:
-            if observation.chain.needs_graph:  # which backward has freed
-                observation.chain = self._record_again(observation)
+            # Backward has freed the graph, and that of a compiled pass did not show the layers.
+            if observation.layers is None or observation.layers.needs_graph:
+                observation.layers = self._record_again(observation)
         return taken
 
     def forget(self) -> None:
@@ -125,13 +150,13 @@ class Observer(Tape):
 
     def _record_again(self, observation: Observation) -> Chain:
         with self._as_it_began(observation.start):
-            with Tape(self.model, self.criterion) as tape:
+            with eagerly(self.model), Tape(original(self.model), self.criterion) as tape:
                 self.criterion(*self._arguments_again(observation))
             return Chain(tape.record)
 
     @contextmanager
     def _as_it_began(self, start: Start) -> Iterator[None]:
-        with self.paused(), unchanged(self.model, self.criterion):
+        with self.paused(), unchanged(self.model, self.criterion), start.autocast():
             torch.set_rng_state(start.random_state)
             with torch.no_grad():
                 for name, buffer in self.model.named_buffers():
@@ -155,15 +180,23 @@ class Observer(Tape):
     def _before_model(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.listening():
             return
+        if is_compiled(self.model) != self._compiled:
+            self.attach()
         if all(p.grad is None for group in self.theta for p in group.parameters.values()):
             self.forget()  # they were reset without telling the optimiser
         buffers = {name: b.detach().clone() for name, b in self.model.named_buffers()}
-        self._start = Start(args, kwargs, torch.get_rng_state(), buffers)
+        precision = _precision(next(self.model.parameters()).device.type)
+        self._start = Start(args, kwargs, torch.get_rng_state(), buffers, precision)
         self._calls = []
 
     def _after_model(self, _: nn.Module, __: tuple[Any, ...], outputs: Any) -> None:
         if self.listening():
             self._model_outputs = _flat(outputs)
+
+    def _ours(self, arguments: tuple[Any, ...]) -> bool:
+        if not self._compiled:
+            return super()._ours(arguments)
+        return any(argument is output for argument in arguments for output in self._model_outputs)
 
     def _unrelated(self) -> None:
         """Not our business: the criterion may serve other models too."""
@@ -176,7 +209,8 @@ class Observer(Tape):
         )
         if places[0] is None:  # e.g. detached outputs, looked at and not trained on
             return
-        observation = Observation(Chain(record), self._start, places)
+        layers = None if self._compiled else Chain(record)
+        observation = Observation(record, layers, self._start, places)
         self.observations.append(observation)
         # Weakly: a hook that held the loss it hooks would keep both, and the graph, for ever.
         seen = weakref.ref(observation)

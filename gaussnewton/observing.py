@@ -84,6 +84,13 @@ class ObservingOptimizer(Optimizer):
             progress: counters and damping, to be changed in place.
         """
 
+    _step_supports_amp_scaling = True
+    """A ``GradScaler`` then tells its scale in ``grad_scale``, which the observed losses carry
+    too, and in ``found_inf`` whether a gradient overflowed."""
+
+    grad_scaler: torch.amp.GradScaler | None = None
+    """Needed only by loops that call ``scaler.unscale_(optimizer)`` themselves."""
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step with the gradients and the forward passes since the last one."""
@@ -95,6 +102,9 @@ class ObservingOptimizer(Optimizer):
         with self._watch("record"):
             observations = self._observer.take()
         progress = Progress(**self.param_groups[0]["progress"])
+        if self._overflowed(observations):
+            self._count_skipped(progress)
+            return loss
         gradient = self._gradient()
         if not observations:
             self._check_nothing_to_do(gradient)
@@ -109,6 +119,29 @@ class ObservingOptimizer(Optimizer):
             self._skip(progress)
         self.param_groups[0]["progress"] = progress.as_dict()
         return loss
+
+    def _overflowed(self, observations: Sequence[Observation]) -> bool:
+        """Take a ``GradScaler``'s scale out of gradients and losses; or say that they are lost."""
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is None:
+            return False
+        scale = getattr(self, "grad_scale", None)
+        if scale is None:  # the gradients have been unscaled, the losses have not
+            if self.grad_scaler is None:
+                raise RecordError(
+                    "scaler.unscale_(optimizer) was called, and after it the optimiser cannot know "
+                    "the scale that the losses still carry. Tell it once, before the loop: "
+                    "optimizer.grad_scaler = scaler."
+                )
+            scale = found_inf.new_tensor(self.grad_scaler.get_scale())
+        else:
+            for p in self._parameters():
+                if p.grad is not None:
+                    p.grad.div_(scale.to(p.grad.device))
+        for observation in observations:
+            assert observation.factor is not None
+            observation.factor = observation.factor / scale.to(observation.factor.device)
+        return bool(found_inf)
 
     def _gradient(self) -> Matrices:
         """∇f of each layer, the penalty's part η θ included."""
@@ -148,15 +181,19 @@ class ObservingOptimizer(Optimizer):
 
     def _skip(self, progress: Progress) -> None:
         """Count a step that cannot be taken, and give up after too many in a row."""
-        progress.skipped += 1
+        self._count_skipped(progress)
         progress.skipped_in_a_row += 1
-        self._diagnostics |= progress.shown()
         if progress.skipped_in_a_row > self.patience:
             raise NonFiniteError(
                 f"{progress.skipped_in_a_row} steps in a row had a loss or gradient that is not "
                 "finite. Nothing was changed in any of them; look at the data, or at what the "
                 "model computes."
             )
+
+    def _count_skipped(self, progress: Progress) -> None:
+        progress.skipped += 1
+        self.param_groups[0]["progress"] = progress.as_dict()
+        self._diagnostics |= progress.shown()
 
     def _times_lr(self, update: Matrices) -> Matrices:
         """An update with each parameter's learning rate in it."""

@@ -131,7 +131,8 @@ class GaussNewton(ObservingOptimizer):
 
     def _estimate(self, observations: Sequence[Observation], progress: Progress) -> bool:
         """Running averages of Q and G, when they are due; returns whether they changed."""
-        if (progress.t - 1) % self.refresh.curvature and self._blocks():
+        early = progress.t <= self.refresh.early
+        if not early and (progress.t - 1) % self.refresh.curvature and self._blocks():
             return False
         try:
             fresh = blocks_of(observations, self._chosen_estimator(observations[0]))

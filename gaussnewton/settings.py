@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +20,8 @@ class Damping:
         gamma_interval: T_γ.
         decay: ω_τ is this to the power of T_τ, and ω_γ to the power of T_γ.
         lower_above: τ falls where ρ is above this.
+        hurry_above: τ falls fast where ρ is above this: it is then τ itself that makes the model
+            promise too little.
         raise_below: τ rises where ρ is below this. The paper has 0.75 for both.
         anneal: raise τ also where the averaged parameters do better on fresh batches than the
             present ones, and go back to them if they do far better. Without it, small batches
@@ -33,6 +36,7 @@ class Damping:
     gamma_interval: int = 20
     decay: float = 0.95
     lower_above: float = 0.75
+    hurry_above: float = 1.2
     raise_below: float = 0.25
     anneal: bool = True
     bounds: tuple[float, float] = (1e-10, 1e10)
@@ -69,11 +73,13 @@ class Refresh:
     Attributes:
         curvature: updates between two estimates. 1 is freshest, and costs most.
         inverse: the most updates between two inversions; every new estimate is inverted.
+        early: so many updates at the start have fresh curvature each: it changes fastest there.
         decay: of the running averages of Q and G; 0 takes the latest only.
     """
 
     curvature: int = 2
     inverse: int = 2
+    early: int = 20
     decay: float = 0.8
 
 
@@ -101,7 +107,9 @@ class Guard:
 
 PAPER: dict[str, Any] = {
     "curvature": "kfra",
-    "damping": Damping(gamma="search", lower_above=0.75, raise_below=0.75, anneal=False),
+    "damping": Damping(
+        gamma="search", lower_above=0.75, hurry_above=math.inf, raise_below=0.75, anneal=False
+    ),
     "step_size": StepSize(momentum=False, calibrate=False, part=1.0),
     "refresh": Refresh(curvature=1, inverse=1, decay=0.9),
     "guard": Guard(refuse=False),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from gaussnewton.compiled import eagerly
 from gaussnewton.errors import RecordError, UnsupportedGraphError, UnsupportedLayerError
 from gaussnewton.gram import widened
 from gaussnewton.hooks import Hook
@@ -116,24 +117,30 @@ class Tape:
         return self._record
 
     def __enter__(self) -> Tape:
-        for name, module, rule in self._layers:
-            # First in line, so that what other hooks do to the output lies behind the layer.
-            hook = Hook(self, module, "_after_layer", name, rule)
-            self._handles.append(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
-        criterion = self.criterion
-        self._handles.append(
-            criterion.register_forward_pre_hook(
-                Hook(self, criterion, "_before_criterion"), with_kwargs=True
-            )
-        )
-        self._handles.append(
-            criterion.register_forward_hook(
-                Hook(self, criterion, "_after_criterion"), with_kwargs=True
-            )
-        )
+        self._eagerly = eagerly(self.model)
+        self._eagerly.__enter__()
+        self._hook_layers(traced=True)
+        self._hook_criterion(traced=True)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._remove_hooks()
+        self._eagerly.__exit__(None, None, None)
+
+    def _hook_layers(self, traced: bool) -> None:
+        for name, module, rule in self._layers:
+            # First in line, so that what other hooks do to the output lies behind the layer.
+            hook = Hook(self, module, "_after_layer", name, rule, traced=traced)
+            self._handles.append(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
+
+    def _hook_criterion(self, traced: bool) -> None:
+        criterion = self.criterion
+        before = Hook(self, criterion, "_before_criterion", traced=traced)
+        after = Hook(self, criterion, "_after_criterion", traced=traced)
+        self._handles.append(criterion.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(criterion.register_forward_hook(after, with_kwargs=True))
+
+    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -190,11 +197,15 @@ class Tape:
             return None
         arguments = self._arguments(args, kwargs)
         outputs, targets = self.geometry.bind(*arguments)
-        if not outputs.requires_grad or not self._calls:
+        if not (outputs.requires_grad and self._ours(arguments)):
             return self._unrelated()
         calls, self._calls = self._calls, []
         self.keep(Record(self.theta, calls, self.geometry, outputs, targets, arguments, loss))
         return None
+
+    def _ours(self, arguments: tuple[Any, ...]) -> bool:  # noqa: ARG002
+        """Whether the criterion was called on outputs of the recorded model."""
+        return bool(self._calls)
 
     def _unrelated(self) -> None:
         """The criterion was called on something else than the model's outputs."""

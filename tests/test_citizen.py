@@ -352,3 +352,128 @@ def test_general_functions_between_layers() -> None:
     data = batches(1) * 15
     losses = [step(model, criterion, optimizer, batch) for batch in data]
     assert losses[-1] < 0.7 * losses[0]
+
+
+def scaled_step(model, criterion, optimizer, scaler, batch, unscale: bool = False) -> None:
+    optimizer.zero_grad()
+    scaler.scale(criterion(model(batch[0]), batch[1])).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_grad_scaler_changes_nothing(unscale: bool) -> None:
+    """A power of two scales exactly, so the steps are the same bit for bit."""
+    model, criterion, optimizer = parts()
+    twin, same_criterion, other = parts()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    if unscale:
+        with pytest.raises(gn.errors.RecordError, match="grad_scaler = scaler"):
+            scaled_step(twin, same_criterion, other, scaler, batches(1)[0], unscale=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        other.grad_scaler = scaler
+    for batch in batches(6):
+        step(model, criterion, optimizer, batch)
+        scaled_step(twin, same_criterion, other, scaler, batch, unscale)
+    assert same(parameters(model), parameters(twin))
+    assert other.diagnostics["tau"] == optimizer.diagnostics["tau"]
+
+
+def test_overflow_under_a_grad_scaler_leaves_no_trace() -> None:
+    model, criterion, optimizer = parts()
+    twin, same_criterion, other = parts()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    data = batches(4)
+    for i, batch in enumerate(data):
+        step(model, criterion, optimizer, batch)
+        scaled_step(twin, same_criterion, other, scaler, batch)
+        if i == 1:
+            spoilt = (torch.full_like(batch[0], torch.inf), batch[1])
+            for _ in range(12):  # more than the guard's patience: the scaler looks after these
+                scaled_step(twin, same_criterion, other, scaler, spoilt)
+            assert other.diagnostics["skipped"] == 12
+    assert scaler.get_scale() < 2.0**10
+    assert same(parameters(model), parameters(twin))
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        for key in ("average", "Q", "G", "update"):
+            if key in optimizer.state[p]:
+                assert torch.equal(optimizer.state[p][key], other.state[q][key]), key
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("curvature", ["kflr", "kfra", "kfac"])
+def test_autocast(dtype: torch.dtype, curvature: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
+    criterion = nn.MSELoss()
+    optimizer = gn.GaussNewton(model, criterion, curvature=curvature)
+    x, y = (part.float() for part in batches(1)[0])
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=dtype):
+            loss = criterion(model(x), y)
+        observed = optimizer._observer.observations[-1]
+        assert torch.equal(optimizer._observer.evaluate(observed), loss.detach())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0]
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert all(s["Q"].dtype == torch.float32 for s in optimizer.state.values() if "Q" in s)
+
+
+def compiled_in_some_way(way: str) -> tuple[nn.Module, nn.Module, nn.Module, gn.GaussNewton]:
+    """What to call, the model, the criterion and the optimiser."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    if way == "wrapped":
+        model = torch.compile(model, backend="aot_eager")
+    elif way == "in place":
+        model.compile(backend="aot_eager")
+    elif way == "a part":
+        model[2] = torch.compile(model[2], backend="aot_eager")
+    criterion = nn.MSELoss()
+    optimizer = gn.GaussNewton(model, criterion)
+    called = model
+    if way == "in place, later":
+        model.compile(backend="aot_eager")
+    elif way == "wrapped, later":
+        called = torch.compile(model, backend="aot_eager")
+    return called, model, criterion, optimizer
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
+@pytest.mark.parametrize(
+    "way", ["wrapped", "in place", "a part", "in place, later", "wrapped, later"]
+)
+def test_compiled_models_train_the_same(way: str) -> None:
+    torch.compiler.reset()
+    plain, plain_criterion, expected = parts()
+    called, model, criterion, optimizer = compiled_in_some_way(way)
+    for batch in batches(6):
+        first = step(plain, plain_criterion, expected, batch)
+        optimizer.zero_grad()
+        loss = criterion(called(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        assert loss.item() == pytest.approx(first, rel=1e-10)
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert relative(q, p) < 1e-9
+    assert optimizer.diagnostics["t"] == 6
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_curvature_of_a_compiled_model() -> None:
+    torch.compiler.reset()
+    model, criterion, _ = parts()
+    batch = batches(1)[0]
+    expected = gn.curvature(model, criterion, batch, method="kflr")
+    found = gn.curvature(torch.compile(model, backend="aot_eager"), criterion, batch, method="kflr")
+    for a, b in zip(expected.values(), found.values(), strict=True):
+        assert relative(b.Q, a.Q) < 1e-12
+        assert relative(b.G, a.G) < 1e-12
