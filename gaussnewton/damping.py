@@ -26,9 +26,6 @@ second it rises, above the third the averaged parameters are the place to go on 
 
 NOISE_MEMORY = 0.7
 
-HURRY = 4
-"""Where τ is far too high it falls by as much as in so many ordinary falls."""
-
 REFUSAL = 4
 """After a refused step τ rises by as much as in so many ordinary rises."""
 
@@ -65,8 +62,7 @@ def adapt_tau(rho: float, progress: Progress, settings: Damping) -> None:
     elif rho < settings.raise_below:
         _set_tau(progress.tau / omega, progress, settings)
     elif rho > settings.lower_above and progress.noise < QUIET:
-        times = HURRY if rho > settings.hurry_above else 1
-        _set_tau(progress.tau * omega**times, progress, settings)
+        _set_tau(progress.tau * omega, progress, settings)
 
 
 def note_noise(saved: float, progress: Progress) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gaussnewton import damping as rules
 from gaussnewton.blocks import Inverse, Inversion, KroneckerBlock
 from gaussnewton.errors import NonFiniteError
-from gaussnewton.estimators import KFAC, Estimator, estimator_of
+from gaussnewton.estimators import KFAC, Estimator, choose, estimator_of
 from gaussnewton.observer import Observation
 from gaussnewton.observing import Matrices, ObservingOptimizer
 from gaussnewton.progress import Progress
@@ -20,9 +20,6 @@ from gaussnewton.proposal import Proposal, calibrated, plain
 from gaussnewton.quadratic import gauss_newton_gram
 from gaussnewton.running import blocks_of, careful_inverse, store
 from gaussnewton.settings import Damping, Guard, Refresh, StepSize
-
-FEW_OUTPUTS = 16
-"""Up to so many outputs KFLR costs little more than KFRA, and is exact."""
 
 
 class GaussNewton(ObservingOptimizer):
@@ -39,8 +36,8 @@ class GaussNewton(ObservingOptimizer):
         lr: scales every step. 1 is the step of the quadratic model; schedulers may lower it.
         weight_decay: η, an L2 penalty η/2 ‖θ‖² on the parameters. It is part of the model's
             curvature, not a shrinkage beside it.
-        curvature: "kfra", "kflr", "kfac" or an estimator. "auto" takes KFLR for few outputs
-            and KFRA for many.
+        curvature: "kfra", "kflr", "kfac" or an estimator. "auto" takes KFLR where it is cheap,
+            as with few outputs, else KFRA; :meth:`explain` says which and why.
         inversion: "factored", or "exact" by eigendecompositions, which costs more.
         damping: how τ and γ start and move.
         step_size: how far to go.
@@ -100,6 +97,7 @@ class GaussNewton(ObservingOptimizer):
     def _begin(self) -> None:
         super()._begin()
         self._estimator: Estimator | None = None
+        self._reason = "by cost" if self.curvature == "auto" else "as asked for"
         self._inverses: dict[str, Inverse] = {}
 
     def update(
@@ -384,16 +382,23 @@ class GaussNewton(ObservingOptimizer):
     # What a user asks of it
 
     def explain(self) -> str:
-        """A table of what each layer gets, and why."""
-        method = self.curvature
-        reason = "as asked for"
-        if method == "auto":
-            method = "kflr or kfra"
-            reason = f"kflr for up to {FEW_OUTPUTS} outputs, where it costs little and is exact"
-        if self._estimator is not None:
-            method = type(self._estimator).__name__
+        """What each layer gets, and why, as a table.
+
+        Example:
+            >>> import torch, gaussnewton as gn
+            >>> model, criterion = torch.nn.Linear(3, 2), torch.nn.MSELoss()
+            >>> print(gn.GaussNewton(model, criterion, curvature="kfra").explain())
+            layer    [W | b]    block      curvature
+            -------  ---------  ---------  -----------
+            (model)  2 x 4      Kronecker  KFRA
+            curvature: as asked for; inversion: factored
+        """
+        estimator, reason = self._estimator, self._reason
+        if estimator is None and self.curvature != "auto":
+            estimator = estimator_of(self.curvature)
+        method = "chosen at the first step" if estimator is None else type(estimator).__name__
         rows = [
-            [group.name or "(model)", f"{group.rows} x {group.columns}", "Kronecker", str(method)]
+            [group.name or "(model)", f"{group.rows} x {group.columns}", "Kronecker", method]
             for group in self._observer.theta
         ]
         table = tabulate(rows, ["layer", "[W | b]", "block", "curvature"], disable_numparse=True)
@@ -426,11 +431,11 @@ class GaussNewton(ObservingOptimizer):
 
     def _chosen_estimator(self, observation: Observation) -> Estimator:
         if self._estimator is None:
-            method = self.curvature
-            if method == "auto":
-                few = observation.record.outputs[0].numel() <= FEW_OUTPUTS
-                method = "kflr" if few else "kfra"
-            self._estimator = estimator_of(method)
+            if self.curvature == "auto":
+                choice = choose(observation.chain)
+                self._estimator, self._reason = choice.estimator, choice.reason
+            else:
+                self._estimator = estimator_of(self.curvature)
             saved = self.param_groups[0].get("random_state")
             if isinstance(self._estimator, KFAC) and saved is not None:
                 self._estimator.set_random_state(saved, observation.record.outputs.device)

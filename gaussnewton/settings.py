@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,8 +19,6 @@ class Damping:
         gamma_interval: T_γ.
         decay: ω_τ is this to the power of T_τ, and ω_γ to the power of T_γ.
         lower_above: τ falls where ρ is above this.
-        hurry_above: τ falls fast where ρ is above this: it is then τ itself that makes the model
-            promise too little.
         raise_below: τ rises where ρ is below this. The paper has 0.75 for both.
         anneal: raise τ also where the averaged parameters do better on fresh batches than the
             present ones, and go back to them if they do far better. Without it, small batches
@@ -36,7 +33,6 @@ class Damping:
     gamma_interval: int = 20
     decay: float = 0.95
     lower_above: float = 0.75
-    hurry_above: float = 1.2
     raise_below: float = 0.25
     anneal: bool = True
     bounds: tuple[float, float] = (1e-10, 1e10)
@@ -79,7 +75,7 @@ class Refresh:
 
     curvature: int = 2
     inverse: int = 2
-    early: int = 20
+    early: int = 10
     decay: float = 0.8
 
 
@@ -107,9 +103,7 @@ class Guard:
 
 PAPER: dict[str, Any] = {
     "curvature": "kfra",
-    "damping": Damping(
-        gamma="search", lower_above=0.75, hurry_above=math.inf, raise_below=0.75, anneal=False
-    ),
+    "damping": Damping(gamma="search", lower_above=0.75, raise_below=0.75, anneal=False),
     "step_size": StepSize(momentum=False, calibrate=False, part=1.0),
     "refresh": Refresh(curvature=1, inverse=1, decay=0.9),
     "guard": Guard(refuse=False),

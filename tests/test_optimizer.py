@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -264,3 +265,25 @@ def test_seconds_of_each_phase() -> None:
     phases = {"record", "damping", "curvature", "first damping", "inversion", "step size"}
     assert set(seconds) == phases
     assert all(isinstance(s, float) and s > 0 for s in seconds.values())
+
+
+def explained(sizes: list[int], function: nn.Module, n: int = 50) -> str:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for a, b in itertools.pairwise(sizes):
+        layers += [nn.Linear(a, b), function]
+    net = nn.Sequential(*layers[:-1])
+    optimizer = gn.GaussNewton(net, nn.MSELoss())
+    assert "chosen at the first step" in optimizer.explain()
+    x = torch.randn(n, sizes[0])
+    train(optimizer, x, torch.randn(n, sizes[-1]), 1)
+    return optimizer.explain()
+
+
+def test_curvature_is_chosen_by_cost_and_the_reason_told() -> None:
+    assert "KFLR is exact, and cheap with 1 output" in explained([8, 16, 16, 1], nn.Tanh())
+    text = explained([64, 64, 32, 64, 64], nn.Tanh())
+    assert "dear with 64 outputs" in text
+    assert "KFRA\n" in text
+    # Softmax is not elementwise: KFRA would need a row for each of its outputs.
+    assert "cheaper than KFRA" in explained([64, 64, 64, 10], nn.Softmax(dim=1))

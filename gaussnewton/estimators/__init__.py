@@ -4,6 +4,7 @@ A new estimator is one file with a subclass of :class:`Estimator`, and one line 
 """
 
 from gaussnewton.estimators.base import Estimator
+from gaussnewton.estimators.choice import choose
 from gaussnewton.estimators.hessian import BlockHessian
 from gaussnewton.estimators.kfac import KFAC
 from gaussnewton.estimators.kflr import KFLR
@@ -30,4 +31,13 @@ def estimator_of(method: str | Estimator) -> Estimator:
     return ESTIMATORS[method]()
 
 
-__all__ = ["ESTIMATORS", "KFAC", "KFLR", "KFRA", "BlockHessian", "Estimator", "estimator_of"]
+__all__ = [
+    "ESTIMATORS",
+    "KFAC",
+    "KFLR",
+    "KFRA",
+    "BlockHessian",
+    "Estimator",
+    "choose",
+    "estimator_of",
+]

@@ -1,0 +1,78 @@
+"""Which estimator to take when the user leaves it open: by what each would cost on this chain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gaussnewton.chain import Chain
+from gaussnewton.estimators.base import Estimator
+from gaussnewton.estimators.kflr import KFLR
+from gaussnewton.estimators.kfra import KFRA
+from gaussnewton.segments import General
+
+AFFORDABLE = 1.0
+"""KFLR is taken where it costs at most so many forward and backward passes of the batch. It is
+exact, but training with KFRA is hardly worse, and with many outputs far cheaper."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An estimator, and why."""
+
+    estimator: Estimator
+    reason: str
+
+
+def choose(chain: Chain) -> Choice:
+    """KFLR where it is affordable or the cheaper one, else KFRA.
+
+    KFRA is dear where a function between layers is not elementwise: it must then send as many
+    rows through autograd as the function is wide.
+    """
+    outputs = chain.record.outputs[0].numel()
+    kflr, kfra = _rows_back(chain, outputs) / _pass(chain), _expected_back(chain) / _pass(chain)
+    costs = f"{kflr:.2g} forward and backward passes of the batch; KFRA: {kfra:.2g}"
+    if kflr <= AFFORDABLE:
+        return Choice(KFLR(), f"KFLR is exact, and cheap with {_count(outputs)} ({costs})")
+    if kflr <= kfra:
+        return Choice(KFLR(), f"KFLR is exact, and cheaper than KFRA here ({costs})")
+    return Choice(KFRA(), f"KFLR would be exact, but dear with {_count(outputs)} ({costs})")
+
+
+def _count(outputs: int) -> str:
+    return "1 output" if outputs == 1 else f"{outputs} outputs"
+
+
+def _sizes(chain: Chain) -> list[tuple[int, int, bool]]:
+    """Width in and out of each layer, the last first, and whether what follows it is general."""
+    sizes = []
+    for link in chain:
+        width_in = link.call.input.shape[1:].numel()
+        sizes.append((width_in, link.call.width, isinstance(link.segment, General)))
+    return sizes
+
+
+def _pass(chain: Chain) -> float:
+    """Multiplications of a forward and backward pass: three products a layer."""
+    return 3.0 * chain.record.data * sum(a * b for a, b, _ in _sizes(chain))
+
+
+def _rows_back(chain: Chain, rows: int) -> float:
+    """Of sending some rows of each datum back through all layers, with their moments.
+
+    Where there are more rows than a layer is wide, they are folded to as many.
+    """
+    total, n = 0.0, chain.record.data
+    for width_in, width_out, _ in _sizes(chain):
+        rows = min(rows, width_out)
+        total += n * rows * width_out * (width_out + width_in)
+    return total
+
+
+def _expected_back(chain: Chain) -> float:
+    """Of sending one matrix back: Wᵀ G W, and the moment of f' or, if general, its rows."""
+    total, n = 0.0, chain.record.data
+    for width_in, width_out, general in _sizes(chain):
+        total += width_out * width_in * (width_out + width_in)
+        total += n * width_out**2 * (width_out if general else 1)
+    return total
