@@ -1,0 +1,154 @@
+"""Showing how a run goes, while it goes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from gaussnewton.experiments.config import Config
+from gaussnewton.experiments.record import Line, Result
+from gaussnewton.experiments.run import Watcher
+
+SYMBOLS = {"rate": "rate", "tau": "τ", "gamma": "γ", "rho": "ρ"}
+QUIET_SECONDS = 30.0
+"""Between two lines where nobody watches."""
+
+
+def watcher(stream: TextIO | None = None) -> Watcher:
+    """A bar on a terminal, and elsewhere a plain line now and then."""
+    stream = sys.stdout if stream is None else stream
+    return Bar(stream) if stream.isatty() else Lines(stream)
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people.
+
+    Example:
+        >>> from gaussnewton.experiments.live import duration
+        >>> duration(0.31), duration(75), duration(4000)
+        ('0.3 s', '1 min 15 s', '1 h 07 min')
+    """
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+class Meter:
+    """What there is to say about a run at any moment."""
+
+    def __init__(self, config: Config, update: int, seconds: float) -> None:
+        self.config, self.update, self.seconds = config, update, seconds
+        self.began, self.fraction_then = time.monotonic(), config.progress(update, seconds)
+        self.shown: dict[str, float] = {}
+
+    def take(self, line: Line) -> None:
+        """Note the last value of each thing that is shown."""
+        self.update, self.seconds = line["update"], line["seconds"]
+        for key in ("batch_loss", "loss", "averaged_loss", *SYMBOLS):
+            if line.get(key) is not None:
+                self.shown[key] = line[key]
+
+    @property
+    def fraction(self) -> float:
+        """Of the budget."""
+        return self.config.progress(self.update, self.seconds)
+
+    def count(self) -> str:
+        """Updates so far, of how many."""
+        total = f"/{self.config.updates}" if self.config.updates else ""
+        return f"update {self.update}{total}"
+
+    def left(self) -> str:
+        """The time that the rest will take, as things go; evaluation included."""
+        done = self.fraction - self.fraction_then
+        if done <= 0:
+            return ""
+        spent = time.monotonic() - self.began
+        return f"{duration(spent * (1 - self.fraction) / done)} left"
+
+    def numbers(self) -> str:
+        """Losses and what the method says."""
+        parts = []
+        evaluated = self.shown.get("averaged_loss", self.shown.get("loss"))
+        value = self.shown.get("batch_loss") if evaluated is None else evaluated
+        if value is not None:
+            parts.append(f"loss {value:.4g}")
+        parts += [f"{name} {self.shown[key]:.2g}" for key, name in SYMBOLS.items() if key in self.shown]
+        return "  ".join(parts)
+
+
+class Bar:
+    """A bar that moves, for a terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def begin(self, config: Config, update: int, seconds: float) -> None:
+        self.meter = Meter(config, update, seconds)
+        self.bar: tqdm[Any] = tqdm(
+            total=1.0,
+            initial=self.meter.fraction,
+            bar_format="{desc} {percentage:3.0f}% |{bar:16}| {postfix}",
+            desc=config.the_method().label,
+            file=self.stream,
+            leave=False,
+            dynamic_ncols=True,
+        )
+
+    def line(self, line: Line) -> None:
+        self.meter.take(line)
+        parts = [self.meter.count(), self.meter.numbers(), self.meter.left()]
+        self.bar.set_postfix_str("  ".join(part for part in parts if part), refresh=False)
+        self.bar.update(self.meter.fraction - self.bar.n)
+
+    def end(self, result: Result) -> None:
+        self.bar.close()
+        print(summary(self.meter.config, result), file=self.stream, flush=True)
+
+
+class Lines:
+    """A plain line now and then, for a log."""
+
+    def __init__(self, stream: TextIO, every: float = QUIET_SECONDS) -> None:
+        self.stream, self.every = stream, every
+
+    def begin(self, config: Config, update: int, seconds: float) -> None:
+        self.meter, self.said = Meter(config, update, seconds), time.monotonic()
+
+    def line(self, line: Line) -> None:
+        self.meter.take(line)
+        if time.monotonic() - self.said < self.every:
+            return
+        self.said = time.monotonic()
+        label = self.meter.config.the_method().label
+        parts = [self.meter.count(), self.meter.numbers(), self.meter.left()]
+        print(f"{label}: {'  '.join(part for part in parts if part)}", file=self.stream, flush=True)
+
+    def end(self, result: Result) -> None:
+        print(summary(self.meter.config, result), file=self.stream, flush=True)
+
+
+def summary(config: Config, result: Result) -> str:
+    """One line about a run that ended or was stopped.
+
+    Example:
+        >>> from gaussnewton.experiments.config import configure
+        >>> from gaussnewton.experiments.live import summary
+        >>> from gaussnewton.experiments.record import Result
+        >>> summary(configure("tiny", "adam"), Result("finished", 1000, 12.0, 25.31))
+        'Adam: finished after 1000 updates in 12 s, loss 25.31'
+    """
+    text = f"{config.the_method().label}: {result.status} after {result.update} updates"
+    text += f" in {duration(result.seconds)}"
+    if result.reason:
+        return f"{text}: {result.reason.split('. ')[0].rstrip('.')}"
+    if result.averaged_loss is not None:
+        text += f", loss {result.averaged_loss:.4g} with averaged parameters"
+        return text if result.loss is None else f"{text}, {result.loss:.4g} without"
+    return text if result.loss is None else f"{text}, loss {result.loss:.4g}"
