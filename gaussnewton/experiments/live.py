@@ -10,15 +10,14 @@ from tqdm import tqdm
 
 from gaussnewton.experiments.config import Config
 from gaussnewton.experiments.record import Line, Result
-from gaussnewton.experiments.run import Watcher
 
 SYMBOLS = {"rate": "rate", "tau": "τ", "gamma": "γ", "rho": "ρ"}
 QUIET_SECONDS = 30.0
 """Between two lines where nobody watches."""
 
 
-def watcher(stream: TextIO | None = None) -> Watcher:
-    """A bar on a terminal, and elsewhere a plain line now and then."""
+def watcher(stream: TextIO | None = None) -> Bar | Lines:
+    """A bar on a terminal, and elsewhere a plain line now and then; a watcher for a run."""
     stream = sys.stdout if stream is None else stream
     return Bar(stream) if stream.isatty() else Lines(stream)
 
@@ -37,6 +36,37 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+class Teller:
+    """What both ways of showing have.
+
+    Attributes:
+        prefix: goes before all that is said of a run, such as its place among many.
+        ran: how many runs there was something to do for.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self.prefix, self.ran = stream, "", 0
+
+    def known(self, config: Config, result: Result) -> None:
+        self._print(f"{summary(config, result)} (recorded before)")
+
+    def begin(self, config: Config, update: int, seconds: float) -> None:
+        self.meter = Meter(config, update, seconds)
+        self.ran += 1
+        if update:
+            self._print(f"{config.the_method().label}: goes on from update {update}")
+
+    def end(self, result: Result) -> None:
+        self._print(summary(self.meter.config, result))
+
+    def head(self) -> str:
+        """Which run it is."""
+        return self.prefix + self.meter.config.the_method().label
+
+    def _print(self, text: str) -> None:
+        print(self.prefix + text, file=self.stream, flush=True)
 
 
 class Meter:
@@ -59,6 +89,10 @@ class Meter:
         """Of the budget."""
         return self.config.progress(self.update, self.seconds)
 
+    def text(self) -> str:
+        """All of it in a line."""
+        return "  ".join(part for part in (self.count(), self.left(), self.numbers()) if part)
+
     def count(self) -> str:
         """Updates so far, of how many."""
         total = f"/{self.config.updates}" if self.config.updates else ""
@@ -79,23 +113,22 @@ class Meter:
         value = self.shown.get("batch_loss") if evaluated is None else evaluated
         if value is not None:
             parts.append(f"loss {value:.4g}")
-        parts += [f"{name} {self.shown[key]:.2g}" for key, name in SYMBOLS.items() if key in self.shown]
+        parts += [
+            f"{name} {self.shown[key]:.2g}" for key, name in SYMBOLS.items() if key in self.shown
+        ]
         return "  ".join(parts)
 
 
-class Bar:
+class Bar(Teller):
     """A bar that moves, for a terminal."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-
     def begin(self, config: Config, update: int, seconds: float) -> None:
-        self.meter = Meter(config, update, seconds)
+        super().begin(config, update, seconds)
         self.bar: tqdm[Any] = tqdm(
             total=1.0,
             initial=self.meter.fraction,
-            bar_format="{desc} {percentage:3.0f}% |{bar:16}| {postfix}",
-            desc=config.the_method().label,
+            bar_format="{percentage:3.0f}% |{bar:10}| {desc}",
+            desc=self.head(),
             file=self.stream,
             leave=False,
             dynamic_ncols=True,
@@ -103,35 +136,30 @@ class Bar:
 
     def line(self, line: Line) -> None:
         self.meter.take(line)
-        parts = [self.meter.count(), self.meter.numbers(), self.meter.left()]
-        self.bar.set_postfix_str("  ".join(part for part in parts if part), refresh=False)
+        self.bar.set_description_str(f"{self.head()}: {self.meter.text()}", refresh=False)
         self.bar.update(self.meter.fraction - self.bar.n)
 
     def end(self, result: Result) -> None:
         self.bar.close()
-        print(summary(self.meter.config, result), file=self.stream, flush=True)
+        super().end(result)
 
 
-class Lines:
+class Lines(Teller):
     """A plain line now and then, for a log."""
 
     def __init__(self, stream: TextIO, every: float = QUIET_SECONDS) -> None:
-        self.stream, self.every = stream, every
+        super().__init__(stream)
+        self.every = every
 
     def begin(self, config: Config, update: int, seconds: float) -> None:
-        self.meter, self.said = Meter(config, update, seconds), time.monotonic()
+        super().begin(config, update, seconds)
+        self.said = time.monotonic()
 
     def line(self, line: Line) -> None:
         self.meter.take(line)
-        if time.monotonic() - self.said < self.every:
-            return
-        self.said = time.monotonic()
-        label = self.meter.config.the_method().label
-        parts = [self.meter.count(), self.meter.numbers(), self.meter.left()]
-        print(f"{label}: {'  '.join(part for part in parts if part)}", file=self.stream, flush=True)
-
-    def end(self, result: Result) -> None:
-        print(summary(self.meter.config, result), file=self.stream, flush=True)
+        if time.monotonic() - self.said >= self.every:
+            self.said = time.monotonic()
+            self._print(f"{self.meter.config.the_method().label}: {self.meter.text()}")
 
 
 def summary(config: Config, result: Result) -> str:

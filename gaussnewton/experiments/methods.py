@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -64,14 +65,14 @@ class Method:
     def text(self) -> str:
         """As it is written on the command line, always in the same way."""
         parts = [
-            f"{key}={_written(self.chosen[key])}" for key in self.settings if key in self.chosen
+            f"{key}={written(self.chosen[key])}" for key in self.settings if key in self.chosen
         ]
         return self.name + (":" + ",".join(parts) if parts else "")
 
     @property
     def label(self) -> str:
         """For people, with what was set."""
-        parts = [f"{key} {_written(value)}" for key, value in self.chosen.items()]
+        parts = [f"{key} {written(value)}" for key, value in self.chosen.items()]
         return ", ".join([self.title, *parts])
 
     def with_settings(self, **chosen: Any) -> Method:
@@ -117,7 +118,7 @@ def method(text: str) -> Method:
     Example:
         >>> from gaussnewton.experiments.methods import method
         >>> method("adam:rate=2^-8,decay=5000").text
-        'adam:rate=0.00390625,decay=5000'
+        'adam:rate=2^-8,decay=5000'
         >>> method("adam:speed=3")
         Traceback (most recent call last):
             ...
@@ -143,9 +144,18 @@ def method(text: str) -> Method:
     return found.with_settings(**chosen)
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
+    """A setting's value as it can be typed; small powers of two as such.
+
+    Example:
+        >>> from gaussnewton.experiments.methods import written
+        >>> written(0.001), written(2.0**-6), written(True)
+        ('0.001', '2^-6', 'yes')
+    """
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, float) and math.frexp(value)[0] == 0.5 and value < 0.1:
+        return f"2^{round(math.log2(value))}"
     return repr(value) if isinstance(value, float) else str(value)
 
 

@@ -35,7 +35,7 @@ from gaussnewton.experiments.config import Config
 from gaussnewton.experiments.writing import write_whole
 
 CONFIG, METRICS, CHECKPOINT = "config.json", "metrics.jsonl", "checkpoint.pt"
-RESULT, VERSIONS, LOCK = "result.json", "versions.json", "lock"
+RESULT, VERSIONS, LOCK = "result.json", "versions.json", ".lock"
 
 Line = dict[str, Any]
 """One line of ``metrics.jsonl``."""

@@ -23,6 +23,9 @@ from gaussnewton.experiments.training import Training, due
 class Watcher(Protocol):
     """Who is shown how a run goes."""
 
+    def known(self, config: Config, result: Result) -> None:
+        """It had ended before, and there is nothing to do."""
+
     def begin(self, config: Config, update: int, seconds: float) -> None:
         """It starts, or goes on from an update."""
 
@@ -35,6 +38,9 @@ class Watcher(Protocol):
 
 class Nobody:
     """A watcher that shows nothing."""
+
+    def known(self, config: Config, result: Result) -> None:
+        pass
 
     def begin(self, config: Config, update: int, seconds: float) -> None:
         pass
@@ -83,21 +89,23 @@ def train(
         >>> result.status, result.update
         ('finished', 3)
     """
-    files = Folder(folder)
+    files, watcher = Folder(folder), watcher or Nobody()
     done = _ended(config, files)
     if done is not None:
+        watcher.known(config, done)
         return done
     # Before anything is written: what is asked may turn out to be impossible.
     read = _read(config, data)
     with files.claimed():
         done = _ended(config, files)  # another process may have been faster
         if done is not None:
+            watcher.known(config, done)
             return done
         files.save_config(config)
         files.save_versions()
         files.forget_result()
         with _torch_as_asked(config):
-            return _train(config, files, read, save_every, keep_checkpoint, watcher or Nobody())
+            return _train(config, files, read, save_every, keep_checkpoint, watcher)
 
 
 def _ended(config: Config, files: Folder) -> Result | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from gaussnewton.errors import BusyError, ExperimentError
@@ -77,7 +77,7 @@ def folder_name(config: Config) -> str:
 
 
 def search(
-    configs: Sequence[Config],
+    configs: Iterable[Config],
     folder: str | Path,
     *,
     data: Callable[[], Data] | None = None,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tabulate import tabulate
 
 from gaussnewton.experiments.live import duration
+from gaussnewton.experiments.methods import written
 from gaussnewton.experiments.record import Run
 from gaussnewton.experiments.run import standing
 
@@ -34,7 +35,7 @@ def comparison(runs: Sequence[Run]) -> str:
     heads = [f"{mark:.0f} s" if by_time else f"{mark:.0f}" for mark in marks]
     table = tabulate(
         rows,
-        ["method", *heads, "updates", "time", "an update", ""],
+        ["method", *heads, "updates", "time", "an update", "state"],
         disable_numparse=True,
         colalign=("left", *["right"] * (len(heads) + 3), "left"),
     )
@@ -49,7 +50,7 @@ def ranking(runs: Sequence[Run], most: int = 10) -> str:
             place,
             run.config.the_method().title,
             *(
-                "–" if value is None else f"{value:g}"
+                "–" if value is None else written(value)
                 for value in (run.config.the_method().values.get(key) for key in ("rate", "decay"))
             ),
             _number(standing(run.path).score),
@@ -71,14 +72,15 @@ def loss_at(run: Run, mark: float, against: str = "update") -> float | None:
         return None
     key = "averaged_loss" if run.config.the_method().second_order else "loss"
     x, y = run.curve(key, against)
-    return next((value for at, value in zip(reversed(x), reversed(y), strict=True) if at <= mark), None)
+    return next(
+        (value for at, value in zip(reversed(x), reversed(y), strict=True) if at <= mark), None
+    )
 
 
 def _ending(run: Run) -> list[str]:
     result = standing(run.path)
     each = f"{1000 * result.seconds / result.update:.3g} ms" if result.update else "–"
-    status = "" if result.status == "finished" else result.status
-    return [str(result.update), duration(result.seconds), each, status]
+    return [str(result.update), duration(result.seconds), each, result.status]
 
 
 def _number(value: float | None) -> str:
