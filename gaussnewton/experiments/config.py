@@ -125,7 +125,7 @@ def configure(
         >>> from gaussnewton.experiments.config import configure
         >>> configure("mnist", "kfra").updates, configure("mnist", "adam").updates
         (5000, 40000)
-        >>> configure("mnist", "adam", seconds=60).updates is None
+        >>> configure("mnist", "adam", seconds=60.0).updates is None
         True
     """
     what, how = problem(problem_name), method(method_text)

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from gaussnewton.experiments.config import Config
 from gaussnewton.experiments.record import Line, Result
+from gaussnewton.experiments.run import Watcher
 
 SYMBOLS = {"rate": "rate", "tau": "τ", "gamma": "γ", "rho": "ρ"}
 QUIET_SECONDS = 30.0
@@ -38,16 +39,17 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-class Teller:
+class Teller(Watcher):
     """What both ways of showing have.
 
     Attributes:
         prefix: goes before all that is said of a run, such as its place among many.
+        suffix: goes after what is said of a run on its way, such as how long all will take.
         ran: how many runs there was something to do for.
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self.stream, self.prefix, self.ran = stream, "", 0
+        self.stream, self.prefix, self.suffix, self.ran = stream, "", "", 0
 
     def known(self, config: Config, result: Result) -> None:
         self._print(f"{summary(config, result)} (recorded before)")
@@ -61,9 +63,9 @@ class Teller:
     def end(self, result: Result) -> None:
         self._print(summary(self.meter.config, result))
 
-    def head(self) -> str:
-        """Which run it is."""
-        return self.prefix + self.meter.config.the_method().label
+    def text(self) -> str:
+        """The run on its way, in a line."""
+        return f"{self.meter.config.the_method().label}: {self.meter.text()}{self.suffix}"
 
     def _print(self, text: str) -> None:
         print(self.prefix + text, file=self.stream, flush=True)
@@ -90,8 +92,16 @@ class Meter:
         return self.config.progress(self.update, self.seconds)
 
     def text(self) -> str:
-        """All of it in a line."""
-        return "  ".join(part for part in (self.count(), self.left(), self.numbers()) if part)
+        """All of it in a line, what matters most first."""
+        return "  ".join(
+            part for part in (self.loss(), self.count(), self.left(), self.numbers()) if part
+        )
+
+    def loss(self) -> str:
+        """The training loss as it was evaluated last, with averaged parameters if there are."""
+        known = (self.shown.get(key) for key in ("averaged_loss", "loss", "batch_loss"))
+        value = next((each for each in known if each is not None), None)
+        return "" if value is None else f"loss {value:.4g}"
 
     def count(self) -> str:
         """Updates so far, of how many."""
@@ -107,16 +117,9 @@ class Meter:
         return f"{duration(spent * (1 - self.fraction) / done)} left"
 
     def numbers(self) -> str:
-        """Losses and what the method says."""
-        parts = []
-        evaluated = self.shown.get("averaged_loss", self.shown.get("loss"))
-        value = self.shown.get("batch_loss") if evaluated is None else evaluated
-        if value is not None:
-            parts.append(f"loss {value:.4g}")
-        parts += [
-            f"{name} {self.shown[key]:.2g}" for key, name in SYMBOLS.items() if key in self.shown
-        ]
-        return "  ".join(parts)
+        """What the method says."""
+        said = [(name, self.shown[key]) for key, name in SYMBOLS.items() if key in self.shown]
+        return "  ".join(f"{name} {value:.2g}" for name, value in said)
 
 
 class Bar(Teller):
@@ -128,7 +131,7 @@ class Bar(Teller):
             total=1.0,
             initial=self.meter.fraction,
             bar_format="{percentage:3.0f}% |{bar:10}| {desc}",
-            desc=self.head(),
+            desc=self.prefix + config.the_method().label,
             file=self.stream,
             leave=False,
             dynamic_ncols=True,
@@ -136,7 +139,7 @@ class Bar(Teller):
 
     def line(self, line: Line) -> None:
         self.meter.take(line)
-        self.bar.set_description_str(f"{self.head()}: {self.meter.text()}", refresh=False)
+        self.bar.set_description_str(self.prefix + self.text(), refresh=False)
         self.bar.update(self.meter.fraction - self.bar.n)
 
     def end(self, result: Result) -> None:
@@ -159,7 +162,7 @@ class Lines(Teller):
         self.meter.take(line)
         if time.monotonic() - self.said >= self.every:
             self.said = time.monotonic()
-            self._print(f"{self.meter.config.the_method().label}: {self.meter.text()}")
+            self._print(self.text())
 
 
 def summary(config: Config, result: Result) -> str:

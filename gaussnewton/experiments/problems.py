@@ -108,7 +108,7 @@ def autoencoder(
         sizes=(width, *ENCODER, *ENCODER[-2::-1], width),
         criterion=criterion,
         data=lambda folder: (load(name, folder).images, None),
-        scale=width,
+        scale=float(width),
         shown=shown,
         first_order_updates=first_order_updates,
         second_order_updates=second_order_updates,

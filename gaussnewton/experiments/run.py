@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -20,8 +19,8 @@ from gaussnewton.experiments.stopping import stopping
 from gaussnewton.experiments.training import Training, due
 
 
-class Watcher(Protocol):
-    """Who is shown how a run goes."""
+class Watcher:
+    """Who is shown how a run goes. This one does not look."""
 
     def known(self, config: Config, result: Result) -> None:
         """It had ended before, and there is nothing to do."""
@@ -34,22 +33,6 @@ class Watcher(Protocol):
 
     def end(self, result: Result) -> None:
         """It ended, or was stopped."""
-
-
-class Nobody:
-    """A watcher that shows nothing."""
-
-    def known(self, config: Config, result: Result) -> None:
-        pass
-
-    def begin(self, config: Config, update: int, seconds: float) -> None:
-        pass
-
-    def line(self, line: Line) -> None:
-        pass
-
-    def end(self, result: Result) -> None:
-        pass
 
 
 def train(
@@ -89,7 +72,7 @@ def train(
         >>> result.status, result.update
         ('finished', 3)
     """
-    files, watcher = Folder(folder), watcher or Nobody()
+    files, watcher = Folder(folder), watcher or Watcher()
     done = _ended(config, files)
     if done is not None:
         watcher.known(config, done)

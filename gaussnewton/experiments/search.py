@@ -40,7 +40,7 @@ def grid(
         >>> from gaussnewton.experiments.search import grid
         >>> len(grid(40_000))
         160
-        >>> [each.text for each in grid(1000, ["adam"], [0.25], [1, 0.5])]
+        >>> [each.text for each in grid(1000, ["adam"], [0.25], [1.0, 0.5])]
         ['adam:rate=0.25,decay=1000', 'adam:rate=0.25,decay=500']
     """
     wrong = [share for share in decays if not 0 < share <= 1]

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 from importlib import import_module
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 COMMANDS = ("train", "compare", "search", "demo")
 """In the order of the help."""
 
 
+@runtime_checkable
 class Command(Protocol):
     """What a command's module has."""
 

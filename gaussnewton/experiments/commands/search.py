@@ -110,7 +110,7 @@ def numbered(configs: list[Config], shown: Bar | Lines) -> Iterator[Config]:
         shown.prefix = f"[{place + 1}/{len(configs)}] "
         if shown.ran:
             left = (time.monotonic() - began) / shown.ran * (len(configs) - place)
-            shown.prefix = f"[{place + 1}/{len(configs)}, {duration(left)} left] "
+            shown.suffix = f"  (all: {duration(left)} left)"
         yield config
 
 
