@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any, TextIO
+from shutil import get_terminal_size
+from typing import Any
 
 from tqdm import tqdm
 
@@ -13,11 +14,14 @@ from gaussnewton.experiments.record import Line, Result
 from gaussnewton.experiments.run import Watcher
 
 SYMBOLS = {"rate": "rate", "tau": "τ", "gamma": "γ", "rho": "ρ"}
+Stream = Any
+"""Whatever ``print`` writes to."""
+
 QUIET_SECONDS = 30.0
 """Between two lines where nobody watches."""
 
 
-def watcher(stream: TextIO | None = None) -> Bar | Lines:
+def watcher(stream: Stream = None) -> Bar | Lines:
     """A bar on a terminal, and elsewhere a plain line now and then; a watcher for a run."""
     stream = sys.stdout if stream is None else stream
     return Bar(stream) if stream.isatty() else Lines(stream)
@@ -48,7 +52,7 @@ class Teller(Watcher):
         ran: how many runs there was something to do for.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: Stream) -> None:
         self.stream, self.prefix, self.suffix, self.ran = stream, "", "", 0
 
     def known(self, config: Config, result: Result) -> None:
@@ -105,8 +109,8 @@ class Meter:
 
     def count(self) -> str:
         """Updates so far, of how many."""
-        total = f"/{self.config.updates}" if self.config.updates else ""
-        return f"update {self.update}{total}"
+        total = self.config.updates
+        return f"{self.update}/{total}" if total else f"update {self.update}"
 
     def left(self) -> str:
         """The time that the rest will take, as things go; evaluation included."""
@@ -130,15 +134,18 @@ class Bar(Teller):
         self.bar: tqdm[Any] = tqdm(
             total=1.0,
             initial=self.meter.fraction,
-            bar_format="{percentage:3.0f}% |{bar:10}| {desc}",
+            bar_format="{percentage:3.0f}% |{bar:8}| {desc}",
             desc=self.prefix + config.the_method().label,
             file=self.stream,
             leave=False,
-            dynamic_ncols=True,
+            # Not tqdm's own look: in a terminal that does not know its size it shows nothing.
+            ncols=get_terminal_size().columns,
+            nrows=get_terminal_size().lines,
         )
 
     def line(self, line: Line) -> None:
         self.meter.take(line)
+        self.bar.ncols = get_terminal_size().columns
         self.bar.set_description_str(self.prefix + self.text(), refresh=False)
         self.bar.update(self.meter.fraction - self.bar.n)
 
@@ -150,7 +157,7 @@ class Bar(Teller):
 class Lines(Teller):
     """A plain line now and then, for a log."""
 
-    def __init__(self, stream: TextIO, every: float = QUIET_SECONDS) -> None:
+    def __init__(self, stream: Stream, every: float = QUIET_SECONDS) -> None:
         super().__init__(stream)
         self.every = every
 

@@ -210,7 +210,7 @@ class Run:
         points = [
             (each[against], each[value]) for each in self.lines if each.get(value) is not None
         ]
-        return [x for x, _ in points], [y for _, y in points]
+        return [float(x) for x, _ in points], [float(y) for _, y in points]
 
 
 def read_run(path: str | Path) -> Run:

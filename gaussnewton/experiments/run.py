@@ -194,8 +194,11 @@ def _next_line(training: Training, config: Config) -> tuple[Line, str | None]:
     try:
         line = training.step()
     except (NonFiniteError, FactorisationError) as error:
-        line = {"update": training.update + 1, "seconds": training.seconds, "batch_loss": None}
-        return line, str(error)
+        return _no_update(training), str(error)
+    except RuntimeError as error:  # so torch's optimisers say that a step is too long for a number
+        if "overflow" not in str(error):
+            raise
+        return _no_update(training), str(error)
     last = config.spent(training.update, training.seconds)
     # A method with curvature takes back what made its loss not finite, or gives up by itself.
     guarded = training.method.second_order and not last
@@ -206,6 +209,10 @@ def _next_line(training: Training, config: Config) -> tuple[Line, str | None]:
         if not math.isfinite(line["loss"]) and not guarded:
             return line, "the loss of the training data is not finite"
     return line, None
+
+
+def _no_update(training: Training) -> Line:
+    return {"update": training.update + 1, "seconds": training.seconds, "batch_loss": None}
 
 
 def _end(files: Folder, status: str, reason: str | None, watcher: Watcher) -> Result:

