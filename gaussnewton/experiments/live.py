@@ -32,7 +32,7 @@ def duration(seconds: float) -> str:
 
     Example:
         >>> from gaussnewton.experiments.live import duration
-        >>> duration(0.31), duration(75), duration(4000)
+        >>> duration(0.31), duration(75.0), duration(4000.0)
         ('0.3 s', '1 min 15 s', '1 h 07 min')
     """
     if seconds < 9.95:

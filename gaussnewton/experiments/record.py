@@ -32,7 +32,7 @@ import torch
 import gaussnewton
 from gaussnewton.errors import BusyError, ExperimentError
 from gaussnewton.experiments.config import Config
-from gaussnewton.experiments.writing import write_whole
+from gaussnewton.experiments.writing import clear_parts, write_whole
 
 CONFIG, METRICS, CHECKPOINT = "config.json", "metrics.jsonl", "checkpoint.pt"
 RESULT, VERSIONS, LOCK = "result.json", "versions.json", ".lock"
@@ -97,6 +97,7 @@ class Folder:
         self.path.mkdir(parents=True, exist_ok=True)
         with open(self.path / LOCK, "w") as lock:
             _lock(lock, self.path)
+            clear_parts(self.path)
             try:
                 yield
             finally:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
+
+PART = ".part"
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -22,14 +23,23 @@ def write_whole(path: Path, data: bytes) -> None:
         b'all of it'
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # No NamedTemporaryFile as a context: a file of the right name must never be a part.
-    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # Not by tempfile, whose files nobody else may read.
+    part = path.with_name(f".{path.name}.{os.getpid()}{PART}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(part, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
     except BaseException:
-        Path(part).unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise
+
+
+def clear_parts(folder: Path) -> None:
+    """Remove what processes that were killed left of files they were writing.
+
+    Only for a folder in which nobody is writing now.
+    """
+    for part in folder.glob(f".*{PART}"):
+        part.unlink(missing_ok=True)

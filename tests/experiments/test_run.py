@@ -190,6 +190,8 @@ train(config, sys.argv[1], save_every=0.0, watcher=Kill())
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """The process is killed after a line was written, and before its checkpoint."""
     folder = tmp_path / "killed"
+    folder.mkdir()
+    (folder / ".checkpoint.pt.1.part").write_bytes(b"left by an earlier one")
     process = subprocess.run([sys.executable, "-c", KILLED, str(folder)])
     assert process.returncode == -signal.SIGKILL
     state = torch.load(folder / "checkpoint.pt", weights_only=True)
@@ -202,6 +204,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert train(config, folder).status == "finished"
     train(config, tmp_path / "whole")
     assert_same_run(folder, tmp_path / "whole")
+    assert {path.name for path in folder.iterdir()} == FILES
 
 
 def test_a_file_is_the_old_one_until_it_is_the_new_one(
