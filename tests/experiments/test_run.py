@@ -21,7 +21,7 @@ from gaussnewton.experiments.config import Config, configure
 from gaussnewton.experiments.problems import Data, problem
 from gaussnewton.experiments.record import Folder, Line, Result, read_run
 from gaussnewton.experiments.run import Watcher, train
-from gaussnewton.experiments.training import due
+from gaussnewton.experiments.training import Training, due
 from gaussnewton.experiments.writing import write_whole
 
 FILES = {"config.json", "metrics.jsonl", "checkpoint.pt", "versions.json", "result.json", ".lock"}
@@ -294,6 +294,20 @@ def test_the_budget_in_seconds_counts_updates_only(tmp_path: Path) -> None:
     assert "loss" in recorded[-1]
 
 
+def test_evaluation_takes_no_training_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate, naps = Training.evaluate, []
+
+    def slowly(training: Training) -> Line:
+        naps.append(training.update)
+        time.sleep(0.2)
+        return evaluate(training)
+
+    monkeypatch.setattr(Training, "evaluate", slowly)
+    result = train(asked("adam"), tmp_path)
+    assert naps == list(range(7))
+    assert result.seconds < 0.2 * len(naps)
+
+
 @pytest.mark.parametrize("method", ["sgd:rate=1e38", "adam:rate=1e37"])
 def test_a_diverging_run_is_ended_and_recorded(method: str, tmp_path: Path) -> None:
     result = train(asked(method, updates=50), tmp_path)
@@ -318,6 +332,30 @@ def test_a_method_with_curvature_that_gives_up_is_recorded(tmp_path: Path) -> No
     assert result.reason is not None
     assert "in a row" in result.reason
     assert lines(tmp_path)[-1]["batch_loss"] is None
+
+
+def test_a_skipped_step_has_no_numbers_of_the_one_before(tmp_path: Path) -> None:
+    """And so the lines are the same where a run goes on just before it."""
+
+    def one_hole() -> Data:
+        x = torch.rand(500, 196)
+        x[0] = math.nan  # in one of the two batches of each epoch
+        return x, None
+
+    config = asked(updates=5)
+    torch.manual_seed(0)
+    train(config, tmp_path / "whole", data=one_hole)
+    whole = untimed(tmp_path / "whole")
+    skipped = [line for line in whole[1:] if line["batch_loss"] is None]
+    assert len(skipped) in (2, 3)
+    assert not any("alpha" in line for line in skipped)
+    assert sum("alpha" in line for line in whole) == 5 - len(skipped)
+    for line in skipped:
+        parts = tmp_path / str(line["update"])
+        for watcher in (StopAfter(line["update"] - 1), None):
+            torch.manual_seed(0)
+            train(config, parts, data=one_hole, watcher=watcher)
+        assert untimed(parts) == whole
 
 
 def test_impossible_batches_write_nothing(tmp_path: Path) -> None:
