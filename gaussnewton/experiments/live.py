@@ -33,7 +33,7 @@ def duration(seconds: float) -> str:
     Example:
         >>> from gaussnewton.experiments.live import duration
         >>> duration(0.31), duration(75.0), duration(4000.0)
-        ('0.3 s', '1 min 15 s', '1 h 07 min')
+        ('0.3 s', '1 min 15 s', '1 h 06 min')
     """
     if seconds < 9.95:
         return f"{seconds:.1f} s"

@@ -22,12 +22,15 @@ def comparison(runs: Sequence[Run]) -> str:
     problem = runs[0].config.the_problem()
     by_time = all(run.config.updates is None for run in runs)
     key = "seconds" if by_time else "update"
-    most = max((run.lines[-1][key] for run in runs if run.lines), default=0)
+    ends = [run.lines[-1][key] for run in runs if run.lines] or [0]
+    most = max(ends)
     marks = [most * share for share in SHARES]
     rows = [
         [
             run.config.the_method().label,
-            *(_number(loss_at(run, mark, key)) for mark in marks),
+            *(_number(loss_at(run, mark, key)) for mark in marks[: 3 if by_time else 4]),
+            # Runs of some seconds overshoot by less than an update, each by another bit.
+            *([_number(loss_at(run, run.lines[-1][key], key))] if by_time else []),
             *_ending(run),
         ]
         for run in runs
@@ -79,7 +82,8 @@ def loss_at(run: Run, mark: float, against: str = "update") -> float | None:
 
 def _ending(run: Run) -> list[str]:
     result = standing(run.path)
-    each = f"{1000 * result.seconds / result.update:.3g} ms" if result.update else "–"
+    took = 1000 * result.seconds / max(result.update, 1)
+    each = f"{took:.0f} ms" if took >= 100 else f"{took:.3g} ms"
     return [str(result.update), duration(result.seconds), each, result.status]
 
 

@@ -143,3 +143,17 @@ def test_the_table_of_a_comparison(tmp_path: Path) -> None:
         ["8", "8", "0.5", "–"],
     ]
     assert "diverged" in rows[2]
+
+
+def test_the_table_of_runs_that_end_by_the_clock(tmp_path: Path) -> None:
+    for method, seconds in (("sgd", [0.0, 2000.0, 4004.0]), ("adam", [0.0, 3000.0, 4002.0])):
+        path = tmp_path / method
+        recorded(path, method, [9.0, 5.0, 4.0])
+        config = configure("tiny", method, seconds=4000.0, threads=1)
+        (path / "config.json").write_text(json.dumps(config.as_dict()))
+        lines = [{"update": t, "seconds": at, "loss": 9.0 - t} for t, at in enumerate(seconds)]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table = comparison(read_runs(tmp_path))
+    assert " 4004 s " in table
+    rows = {row.split()[0]: row.split()[1:5] for row in table.splitlines()[-2:]}
+    assert rows == {"Adam": ["9", "9", "9", "7"], "SGD": ["9", "9", "8", "7"]}
