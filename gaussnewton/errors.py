@@ -61,3 +61,11 @@ class MissingDataError(DataError, FileNotFoundError):
 
 class DownloadError(DataError, ConnectionError):
     """No mirror gave a file as it should be."""
+
+
+class ExperimentError(GaussNewtonError, ValueError):
+    """An experiment was asked for that there is not, or that does not fit its folder."""
+
+
+class BusyError(ExperimentError, BlockingIOError):
+    """Another process is at work in the folder of a run."""

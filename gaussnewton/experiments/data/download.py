@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import tempfile
 from pathlib import Path
 
 from torch import Tensor
@@ -13,6 +11,7 @@ from tqdm import tqdm
 from gaussnewton.errors import DataError, DownloadError
 from gaussnewton.experiments.data.source import Mirror, Source, check_sum
 from gaussnewton.experiments.extra import require
+from gaussnewton.experiments.writing import write_whole
 
 TIMEOUT = 30  # seconds without a byte
 
@@ -31,7 +30,7 @@ def read_cached(source: Source, cache: Path) -> Tensor:
         except DataError:
             pass  # damaged since it was written: a download replaces it
     values, data = _download(source)
-    _write_whole(path, data)
+    _write(path, data)
     return values
 
 
@@ -72,18 +71,8 @@ def _fetch(mirror: Mirror, file: str) -> bytes:
     return data
 
 
-def _write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that it is either there as a whole or not at all."""
-    part = None
+def _write(path: Path, data: bytes) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            part = Path(file.name)
-            file.write(data)
-        os.replace(part, path)
-    except BaseException as error:
-        if part is not None:
-            part.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise DataError(f"{path} cannot be written: {error}.") from error
-        raise
+        write_whole(path, data)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error}.") from error

@@ -1,0 +1,399 @@
+"""Runs: what they record, how they end, and that they go on bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gaussnewton.errors import BusyError, ExperimentError
+from gaussnewton.experiments.config import Config, configure
+from gaussnewton.experiments.problems import Data, problem
+from gaussnewton.experiments.record import Folder, Line, Result, read_run
+from gaussnewton.experiments.run import Watcher, train
+from gaussnewton.experiments.training import Training, due
+from gaussnewton.experiments.writing import write_whole
+
+FILES = {"config.json", "metrics.jsonl", "checkpoint.pt", "versions.json", "result.json", ".lock"}
+
+
+def asked(method: str = "default", **changes: Any) -> Config:
+    return configure("tiny", method, **({"updates": 6, "threads": 1} | changes))
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def untimed(folder: Path) -> list[dict[str, Any]]:
+    return [{key: v for key, v in line.items() if key != "seconds"} for line in lines(folder)]
+
+
+def parameters(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert untimed(one) == untimed(other)
+    theirs = parameters(other)
+    for name, value in parameters(one).items():
+        assert torch.equal(value, theirs[name]), name
+
+
+class StopAfter(Watcher):
+    """Presses Ctrl-C during an update."""
+
+    def __init__(self, update: int) -> None:
+        self.update = update
+
+    def line(self, line: Line) -> None:
+        if line["update"] == self.update:
+            signal.raise_signal(signal.SIGINT)
+
+
+def never() -> Data:
+    raise AssertionError("the data of a run that has ended are not needed")
+
+
+def test_a_run_is_what_a_plain_loop_does(tmp_path: Path) -> None:
+    result = train(asked("adam:rate=0.01,decay=4"), tmp_path)
+    tiny = problem("tiny")
+    x, _ = tiny.data(None)
+    model = tiny.network(0)
+    order = torch.randperm(1000, generator=(g := torch.Generator().manual_seed(0)))
+    order = torch.cat([order, torch.randperm(1000, generator=g)])
+    optimizer = torch.optim.Adam(model.parameters())
+    losses = []
+    for t in range(6):
+        batch = x[order[250 * t : 250 * (t + 1)]]
+        optimizer.param_groups[0]["lr"] = 0.01 if t < 4 else 0.005
+        optimizer.zero_grad()
+        bce = torch.nn.functional.binary_cross_entropy_with_logits(model(batch), batch)
+        (196 * bce).backward()
+        optimizer.step()
+        losses.append(196 * bce.item())
+    recorded = lines(tmp_path)
+    assert [line["update"] for line in recorded] == list(range(7))
+    assert [line["batch_loss"] for line in recorded[1:]] == pytest.approx(losses, rel=1e-6)
+    assert [line["rate"] for line in recorded[1:]] == [0.01] * 4 + [0.005] * 2
+    with torch.no_grad():
+        final = 196 * torch.nn.functional.binary_cross_entropy_with_logits(model(x), x).item()
+    assert result.loss == pytest.approx(final, rel=1e-6)
+    assert result.averaged_loss is None
+    for name, value in parameters(tmp_path).items():
+        assert torch.allclose(value, model.state_dict()[name], atol=1e-7)
+
+
+def test_what_is_recorded(tmp_path: Path) -> None:
+    random_state, threads = torch.get_rng_state(), torch.get_num_threads()
+    result = train(asked(seed=2, updates=5, dtype="float64"), tmp_path / "deep" / "run")
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert torch.get_num_threads() == threads
+    folder = tmp_path / "deep" / "run"
+    assert {path.name for path in folder.iterdir()} == FILES
+    config = json.loads((folder / "config.json").read_text())
+    assert config == {
+        "problem": "tiny",
+        "method": "default",
+        "seed": 2,
+        "batch": 250,
+        "dtype": "float64",
+        "threads": 1,
+        "updates": 5,
+        "seconds": None,
+        "format": 1,
+    }
+    assert parameters(folder)["0.weight"].dtype == torch.float64
+    versions = json.loads((folder / "versions.json").read_text())
+    assert versions["torch"] == torch.__version__
+    last = lines(folder)[-1]
+    assert {"tau", "gamma", "alpha", "momentum", "rho", "loss", "averaged_loss"} <= set(last)
+    assert last["loss"] < 0.5 * lines(folder)[0]["loss"]
+    assert (result.loss, result.averaged_loss) == (last["loss"], last["averaged_loss"])
+    assert result.loss != result.averaged_loss
+    seconds = [line["seconds"] for line in lines(folder)]
+    assert seconds == sorted(seconds)
+    run = read_run(folder)
+    assert run.curve("averaged_loss", "seconds") == (
+        seconds,
+        [line["averaged_loss"] for line in lines(folder)],
+    )
+
+
+def test_averaged_loss_is_that_of_averaged_parameters(tmp_path: Path) -> None:
+    result = train(asked("kfra", updates=3), tmp_path)
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["optimizer"]["state"]
+    model = problem("tiny").network(0)
+    x, _ = problem("tiny").data(None)
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.copy_(state[i]["average"])
+        value = 196 * torch.nn.BCEWithLogitsLoss()(model(x), x).item()
+    assert result.averaged_loss == pytest.approx(value, rel=1e-5)
+
+
+def test_evaluation_is_even_on_a_logarithmic_axis() -> None:
+    marks = [t for t in range(100_001) if due(t)]
+    assert marks[:21] == list(range(21))
+    assert {1000, 10_000, 100_000} <= set(marks)
+    assert 999 not in marks
+    for decade in (100, 1000, 10_000):
+        between = [t for t in marks if decade <= t < 10 * decade]
+        assert len(between) == 35
+        assert max(b / a for a, b in pairwise(between)) <= 1.1 + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("method", "stop"),
+    [("default", 3), ("default", 4), ("kfra", 4), ("kfac-ma", 4), ("adam:decay=2", 3)],
+)
+def test_ctrl_c_saves_and_the_run_goes_on_bit_for_bit(
+    method: str, stop: int, tmp_path: Path
+) -> None:
+    config = asked(method)
+    train(config, tmp_path / "whole")
+    torch.manual_seed(99)  # what others draw does not matter
+    result = train(config, tmp_path / "parts", watcher=StopAfter(stop))
+    assert (result.status, result.update) == ("stopped", stop)
+    assert not (tmp_path / "parts" / "result.json").exists()
+    torch.manual_seed(98)
+    result = train(config, tmp_path / "parts")
+    assert (result.status, result.update) == ("finished", 6)
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+KILLED = """
+import os, signal, sys
+from gaussnewton.experiments.config import configure
+from gaussnewton.experiments.run import Watcher, train
+
+class Kill(Watcher):
+    def line(self, line):
+        if line["update"] == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+config = configure("tiny", "default", updates=8, threads=1)
+train(config, sys.argv[1], save_every=0.0, watcher=Kill())
+"""
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """The process is killed after a line was written, and before its checkpoint."""
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    (folder / ".checkpoint.pt.1.part").write_bytes(b"left by an earlier one")
+    process = subprocess.run([sys.executable, "-c", KILLED, str(folder)])
+    assert process.returncode == -signal.SIGKILL
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    assert (state["update"], lines(folder)[-1]["update"]) == (4, 5)
+    assert not (folder / "result.json").exists()
+    # As if it had come further, in the middle of a line.
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"update": 6, "seconds": 0.5, "batch_loss": -1.0}\n{"update": 7')
+    config = asked(updates=8)
+    assert train(config, folder).status == "finished"
+    train(config, tmp_path / "whole")
+    assert_same_run(folder, tmp_path / "whole")
+    assert {path.name for path in folder.iterdir()} == FILES
+
+
+def test_a_file_is_the_old_one_until_it_is_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    write_whole(path, b"old")
+    seen = []
+
+    def crash(_: str | Path, __: str | Path) -> None:
+        seen.append(path.read_bytes())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", crash)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(path, b"new")
+    assert seen == [b"old"]
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"old"]
+
+
+def test_a_finished_run_is_not_repeated(tmp_path: Path) -> None:
+    first = train(asked("adam"), tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert train(asked("adam"), tmp_path, data=never) == first
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+
+
+def test_a_larger_budget_goes_on(tmp_path: Path) -> None:
+    train(asked("adam", updates=22), tmp_path / "parts")
+    train(asked("adam", updates=25), tmp_path / "parts")
+    train(asked("adam", updates=25), tmp_path / "whole")
+    # 22 and 25 are evaluated in both: one as a mark, one as the end.
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+    with pytest.raises(ExperimentError, match="larger budget: 25 updates"):
+        train(asked("adam", updates=24), tmp_path / "parts", data=never)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"seed": 1}, "seed 0 instead of 1"),
+        ({"batch": 100}, "batch 250 instead of 100"),
+        ({"method": "adam"}, "method default instead of adam"),
+        ({"dtype": "float64"}, "dtype float32 instead of float64"),
+        ({"threads": 2}, "threads 1 instead of 2"),
+    ],
+)
+def test_another_runs_folder_is_refused(
+    changes: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    Folder(tmp_path).save_config(asked())
+    before = (tmp_path / "config.json").read_bytes()
+    with pytest.raises(ExperimentError, match=f"holds another run: {sentence}"):
+        train(asked(**changes), tmp_path, data=never)
+    assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_a_damaged_or_foreign_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ExperimentError, match=r"config\.json cannot be read"):
+        train(asked(), tmp_path)
+    (tmp_path / "config.json").write_text('{"format": 99}')
+    with pytest.raises(ExperimentError, match="not the configuration of a run of this version"):
+        train(asked(), tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "metrics.jsonl").write_text("mine\n")
+    with pytest.raises(ExperimentError, match="not the folder of a run"):
+        train(asked(), tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_text() == "mine\n"
+
+
+def test_a_folder_in_work_is_refused(tmp_path: Path) -> None:
+    with Folder(tmp_path).claimed(), pytest.raises(BusyError, match="another process"):
+        train(asked(), tmp_path)
+    assert train(asked("sgd"), tmp_path).status == "finished"
+
+
+def test_the_budget_in_seconds_counts_updates_only(tmp_path: Path) -> None:
+    def slow_to_read() -> Data:
+        time.sleep(0.3)
+        return problem("tiny").data(None)
+
+    result = train(asked("adam", updates=None, seconds=0.1), tmp_path, data=slow_to_read)
+    recorded = lines(tmp_path)
+    assert result.update > 2  # reading the data alone took longer
+    assert recorded[-2]["seconds"] < 0.1 <= recorded[-1]["seconds"] == result.seconds
+    assert "loss" in recorded[-1]
+
+
+def test_evaluation_takes_no_training_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate, naps = Training.evaluate, []
+
+    def slowly(training: Training) -> Line:
+        naps.append(training.update)
+        time.sleep(0.2)
+        return evaluate(training)
+
+    monkeypatch.setattr(Training, "evaluate", slowly)
+    result = train(asked("adam"), tmp_path)
+    assert naps == list(range(7))
+    assert result.seconds < 0.2 * len(naps)
+
+
+@pytest.mark.parametrize("method", ["sgd:rate=1e38", "adam:rate=1e37"])
+def test_a_diverging_run_is_ended_and_recorded(method: str, tmp_path: Path) -> None:
+    result = train(asked(method, updates=50), tmp_path)
+    assert result.status == "diverged"
+    assert result.update < 50
+    assert result.score == math.inf
+    assert result.reason is not None
+    assert "not finite" in result.reason
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+    assert train(asked(method, updates=50), tmp_path, data=never) == result
+    assert not (tmp_path / "checkpoint.pt").exists()
+
+
+def test_a_method_with_curvature_that_gives_up_is_recorded(tmp_path: Path) -> None:
+    def holes() -> Data:
+        x = torch.rand(500, 196)
+        x[:, 0] = math.nan
+        return x, None
+
+    result = train(asked("kfra", updates=50), tmp_path, data=holes)
+    assert result.status == "diverged"
+    assert result.reason is not None
+    assert "in a row" in result.reason
+    assert lines(tmp_path)[-1]["batch_loss"] is None
+
+
+def test_a_skipped_step_has_no_numbers_of_the_one_before(tmp_path: Path) -> None:
+    """And so the lines are the same where a run goes on just before it."""
+
+    def one_hole() -> Data:
+        x = torch.rand(500, 196)
+        x[0] = math.nan  # in one of the two batches of each epoch
+        return x, None
+
+    config = asked(updates=5)
+    torch.manual_seed(0)
+    train(config, tmp_path / "whole", data=one_hole)
+    whole = untimed(tmp_path / "whole")
+    skipped = [line for line in whole[1:] if line["batch_loss"] is None]
+    assert len(skipped) in (2, 3)
+    assert not any("alpha" in line for line in skipped)
+    assert sum("alpha" in line for line in whole) == 5 - len(skipped)
+    for line in skipped:
+        parts = tmp_path / str(line["update"])
+        for watcher in (StopAfter(line["update"] - 1), None):
+            torch.manual_seed(0)
+            train(config, parts, data=one_hole, watcher=watcher)
+        assert untimed(parts) == whole
+
+
+def test_impossible_batches_write_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ExperimentError, match="batches of 1001 cannot be taken from the 1000"):
+        train(asked(batch=1001), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"updates": 0}, "updates must be above zero"),
+        ({"seconds": -1.0}, "seconds must be above zero"),
+        ({"seed": -1}, "seed must be zero or more"),
+        ({"dtype": "half"}, "dtype must be float32 or float64"),
+        ({"threads": 0}, "threads must be above zero"),
+    ],
+)
+def test_impossible_configurations(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ExperimentError, match=sentence):
+        asked(**changes)
+
+
+def test_a_run_in_a_thread_leaves_signals_alone(tmp_path: Path) -> None:
+    results: list[Result] = []
+    thread = threading.Thread(target=lambda: results.append(train(asked("adam"), tmp_path)))
+    thread.start()
+    thread.join()
+    assert [result.status for result in results] == ["finished"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_other_versions_are_noted(tmp_path: Path) -> None:
+    train(asked("adam", updates=2), tmp_path)
+    path = tmp_path / "versions.json"
+    older = json.loads(path.read_text()) | {"torch": "0.1"}
+    path.write_text(json.dumps(older))
+    train(asked("adam", updates=3), tmp_path)
+    noted = json.loads(path.read_text())
+    assert noted["torch"] == torch.__version__
+    assert [each["torch"] for each in noted["history"]] == ["0.1", torch.__version__]
