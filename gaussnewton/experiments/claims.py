@@ -160,7 +160,7 @@ def adam_struggles_on_faces(results: Results) -> Verdict:
         return Verdict("not measured", "Adam was not run on FACES both at 1e-3 and tuned.")
     end = min(_end(default, 0), _end(tuned, 0))
     a, b = _best(default, end, 0), _best(tuned, end, 0)
-    start = float(default[0]["points"][0][2])
+    start = smoothed(default[0]["points"][:1])[0][2]
     held = not math.isfinite(a) or a > start or a >= 2 * b
     return Verdict(
         "held" if held else "not held",

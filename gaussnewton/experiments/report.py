@@ -152,10 +152,7 @@ def endings(results: dict[str, dict[str, Any]]) -> list[Ending]:
 def _shown(name: str, result: dict[str, Any], folder: Path) -> Shown:
     kind = FIGURES[result["figure"]]
     path = folder / f"{name}.svg"
-    if path.exists():
-        svg = path.read_text(encoding="utf-8")
-    else:
-        svg = as_svg(kind.draw(result), name)
+    svg = path.read_text(encoding="utf-8") if path.exists() else as_svg(kind.draw(result), name)
     named = result.get("title", "")
     title = f"{kind.title}: {named}" if named else kind.title
     return Shown(name, title, kind.where, kind.caption(result), inline(svg, name, title))

@@ -133,8 +133,8 @@ def caption(result: dict[str, Any]) -> str:
         f"{total['points']:,} inner points, {total['smooth']:,} lie inside a smooth region, with "
         f"{total['maxima_smooth']} local maxima; at kinks there are {total['maxima_kinks']}"
         f"{' (marked)' if total['maxima_kinks'] else ''}. Along {lines['points']:,} random "
-        f"directions in one layer, {lines['smooth']:,} of them smooth: {lines['maxima_smooth']} maxima where it is smooth "
-        f"and {lines['maxima_kinks']} at kinks."
+        f"directions in one layer, {lines['smooth']:,} of them smooth: {lines['maxima_smooth']} "
+        f"maxima where it is smooth and {lines['maxima_kinks']} at kinks."
     )
 
 
