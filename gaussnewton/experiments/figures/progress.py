@@ -112,8 +112,11 @@ def caption(result: dict[str, Any]) -> str:
     """What the figure shows, and on what it rests."""
     what = " and ".join({"update": "by update", "seconds": "by seconds"}[by] for by in result["by"])
     where = ", ".join(problem["title"] for problem in result["problems"])
+    runs = [run for problem in result["problems"] for run in problem["runs"]]
+    lost = any(not math.isfinite(_number(v)) for run in runs for _, _, v in run["points"])
     return (
         f"{where}: training loss {what}, averaged over a sliding window of {WINDOW} points. "
+        f"{'A cross marks where a run no longer had a finite loss. ' if lost else ''}"
         f"Budget: {result['budget']}."
     )
 

@@ -1,4 +1,4 @@
-"""The rank of Monte-Carlo curvature matrices against its bound (section 5, appendix D)."""
+"""The rank of Monte-Carlo curvature matrices against its bound (section 6, appendix D)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Problem = tuple[str, nn.Module, nn.Module, tuple[Tensor, Tensor]]
 """Title, small model in float64, criterion, batch."""
 
 # Open and of falling size, so that marks in one place can all be seen.
-_MARKS = (("o", "kfra", 9), ("s", "kfac", 6.5), ("^", "momentum", 5), (".", "kflr", 4))
+_MARKS = (("o", "kfra", 9), ("s", "kfac", 6.5), ("^", "momentum", 5), ("+", "kflr", 7))
 
 
 def problems(data: int = 60, seed: int = 0) -> list[Problem]:
-    """Small networks of ten outputs, of one, and the mixture of section 4.2.
+    """Small networks of ten outputs, of one, and the mixture of section 5.2.
 
     Example:
         >>> from gaussnewton.experiments.figures import rank
