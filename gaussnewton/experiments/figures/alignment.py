@@ -158,15 +158,19 @@ def draw(result: dict[str, Any]) -> matplotlib.figure.Figure:
     return figure
 
 
-def _panel(axes: Any, updates: list[int], cosines: dict[str, list[float]]) -> None:
-    for step, values in cosines.items():
+def _panel(axes: Any, updates: list[int], cosines: dict[str, list[Any]]) -> None:
+    known = {
+        step: [math.nan if v is None else float(v) for v in values]  # JSON has no NaN
+        for step, values in cosines.items()
+    }
+    for step, values in known.items():
         axes.plot(updates, values, **_look(step), marker=".", markersize=3.5)
     if updates[-1] >= 20 * updates[0]:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(
             require("matplotlib.ticker", "drawing figures").FuncFormatter(lambda v, _: f"{v:g}")
         )
-    lowest = min(v for values in cosines.values() for v in values if math.isfinite(v))
+    lowest = min((v for values in known.values() for v in values if math.isfinite(v)), default=0.0)
     axes.set_ylim(min(0.0, lowest) - 0.03, 1.03)
 
 

@@ -12,8 +12,8 @@ from gaussnewton.experiments.figures.style import canvas, dress, legend, line, n
 if TYPE_CHECKING:
     import matplotlib.figure
 
-Point = Sequence[float]
-"""(update, seconds, loss)."""
+Point = Sequence[Any]
+"""(update, seconds, loss); a loss that is no number may be None."""
 
 By = Literal["update", "seconds"]
 
@@ -98,7 +98,7 @@ def compute(
     return {"figure": name, "budget": budget, "by": list(by), "problems": list(problems)}
 
 
-def smoothed(points: Sequence[Point], window: int = WINDOW) -> list[list[float]]:
+def smoothed(points: Sequence[Point], window: int = WINDOW) -> list[list[Any]]:
     """Points with the mean of the last so many losses in place of each loss."""
     losses = [_number(v) for _, _, v in points]
     return [
@@ -177,5 +177,5 @@ def _handles(problems: Sequence[dict[str, Any]]) -> list[Any]:
     return [Line2D([], [], label=title, **line(style)) for title, style in styles.items()]
 
 
-def _number(value: float | None) -> float:
+def _number(value: Any) -> float:
     return math.nan if value is None else float(value)

@@ -140,7 +140,7 @@ def caption(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any]) -> matplotlib.figure.Figure:
     """The three surfaces, with the maxima at kinks marked."""
-    figure = canvas(11, 3.7)
+    figure = canvas(11.0, 3.7)
     for k, panel in enumerate(result["panels"]):
         height = require("matplotlib.colors", "drawing figures").PowerNorm(0.4)
         axes: Any = figure.add_subplot(1, 3, k + 1, projection="3d", computed_zorder=False)
