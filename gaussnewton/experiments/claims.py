@@ -237,7 +237,7 @@ CLAIMS = (
         no_smooth_maxima,
     ),
     Claim(
-        "The rank of the Monte-Carlo Gauss-Newton matrix is bounded by N · rank(𝓗_L), that of the "
+        "The rank of the Monte-Carlo Gauss-Newton matrix is bounded by N · rank(H_L), that of the "
         "sampled Fisher matrix by N S.",
         "section 6, appendix D",
         rank_is_bounded,

@@ -145,7 +145,7 @@ def caption(result: dict[str, Any]) -> str:
     """What the figure shows and what was found on it."""
     return (
         "Numerical rank (marks) of the Gauss-Newton matrix and of the Fisher matrix with S samples "
-        "a datum, and the bounds of appendix D (lines): the sum of rank(𝓗_L) over data, and NS. "
+        "a datum, and the bounds of appendix D (lines): the sum of rank(H_L) over data, and NS. "
         f"{result['violations']} of {result['checked']} ranks exceed their bound. With one output "
         "more samples add nothing."
     )
