@@ -170,10 +170,10 @@ def _eigh(
     """
     try:
         values, vectors = torch.linalg.eigh(matrix)
-    except torch.linalg.LinAlgError:
+    except RuntimeError:  # torch's LinAlgError is one
         try:
             values, vectors = torch.linalg.eigh(matrix.double())
-        except torch.linalg.LinAlgError as error:
+        except RuntimeError as error:
             raise FactorisationError(
                 f"the factor {what} has no eigendecomposition, not even in float64: {error}"
             ) from error
