@@ -8,7 +8,7 @@ gn.verify(model, criterion, (x, y))
 
 from gaussnewton import diagnostics, errors, exact, layers, losses
 from gaussnewton.blocks import Block, Curvature, DenseBlock, KroneckerBlock
-from gaussnewton.diagnostics import verify
+from gaussnewton.diagnostics import alignment, verify
 from gaussnewton.estimate import curvature
 from gaussnewton.estimators import KFAC, KFLR, KFRA, BlockHessian, Estimator
 from gaussnewton.hessian_free import HessianFree
@@ -41,6 +41,7 @@ __all__ = [
     "StepSize",
     "Tape",
     "Theta",
+    "alignment",
     "curvature",
     "diagnostics",
     "errors",

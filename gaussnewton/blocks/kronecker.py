@@ -139,8 +139,8 @@ class EigenInverse(Inverse):
     @classmethod
     def of(cls, block: KroneckerBlock, damping: float) -> EigenInverse:
         """Decompose both factors of a block; rounding below zero counts as zero."""
-        q, U_Q = torch.linalg.eigh(block.Q)
-        g, U_G = torch.linalg.eigh(block.G)
+        q, U_Q = _eigh(block.Q, "Q")
+        g, U_G = _eigh(block.G, "G")
         values = torch.outer(g.clamp(min=0), q.clamp(min=0)) + damping
         if not bool((values > 0).all()):
             raise FactorisationError(
@@ -158,6 +158,26 @@ class EigenInverse(Inverse):
     def sample(self, generator: torch.Generator | None = None) -> Float[Tensor, "rows columns"]:
         Z = _noise(self.U_G, self.U_Q, generator)
         return self.U_G @ (Z / self.values.sqrt()) @ self.U_Q.T
+
+
+def _eigh(
+    matrix: Float[Tensor, "d d"], what: str
+) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
+    """Eigenvalues and vectors, by way of float64 where LAPACK gives up in float32.
+
+    It does for some finite matrices with many eigenvalues of zero, such as Q of images that
+    share a blank border.
+    """
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+    except RuntimeError:  # torch's LinAlgError is one
+        try:
+            values, vectors = torch.linalg.eigh(matrix.double())
+        except RuntimeError as error:
+            raise FactorisationError(
+                f"the factor {what} has no eigendecomposition, not even in float64: {error}"
+            ) from error
+    return values.to(matrix.dtype), vectors.to(matrix.dtype)
 
 
 def _plus(matrix: Float[Tensor, "d d"], amount: Tensor) -> Float[Tensor, "d d"]:

@@ -27,7 +27,12 @@ from gaussnewton.exact.preactivation import (
     preactivation_hessian,
     recursive_gauss_newton,
 )
-from gaussnewton.exact.products import fisher_product, gauss_newton_product, hessian_product
+from gaussnewton.exact.products import (
+    fisher_product,
+    gauss_newton_block_products,
+    gauss_newton_product,
+    hessian_product,
+)
 
 __all__ = [
     "ConjugateGradientsResult",
@@ -37,6 +42,7 @@ __all__ = [
     "fisher_blocks",
     "fisher_product",
     "gauss_newton",
+    "gauss_newton_block_products",
     "gauss_newton_blocks",
     "gauss_newton_product",
     "hessian",

@@ -14,6 +14,7 @@ from gaussnewton.exact.differentiation import gradient
 from gaussnewton.exact.output_fisher import fisher_blocks_of_outputs
 from gaussnewton.exact.output_hessian import OutputProduct, output_hessian_product
 from gaussnewton.model_state import unchanged
+from gaussnewton.parameters import Group
 
 Product = Callable[[Float[Tensor, " p"]], Float[Tensor, " p"]]
 """Multiplies a vector in the order of θ (:class:`gaussnewton.parameters.Theta`)."""
@@ -47,7 +48,7 @@ def hessian_product(
     def product(v: Tensor) -> Tensor:
         return gradient(first, groups, weights=v.to(first))
 
-    return _finished(model, seen, product, damping)
+    return _finished(model, seen.theta.size, product, damping)
 
 
 def gauss_newton_product(
@@ -73,6 +74,39 @@ def gauss_newton_product(
         tensor([2.])
     """
     return _sandwich_product(model, criterion, batch, output_hessian_product, damping)
+
+
+def gauss_newton_block_products(
+    model: nn.Module, criterion: Criterion, batch: Sequence[Any], *, damping: float = 0.0
+) -> dict[str, Product]:
+    r"""The maps :math:`v ↦ G_λ v + \text{damping} \, v` of the diagonal blocks (eq. gn:blocks).
+
+    :math:`G_λ v = J_λ^T \mathcal H_L J_λ v` with the derivatives of one layer's matrix alone.
+    It is what :func:`gauss_newton_product` does to a vector that is zero in all other layers,
+    but only the part of the graph behind the layer is gone through. All products share one
+    recorded forward pass.
+
+    Args:
+        model: Any module. It is left as it was.
+        criterion: Called as ``criterion(outputs, targets)``.
+        batch: The pair (inputs, targets).
+        damping: Not negative.
+
+    Returns:
+        A product for each module that owns trainable parameters, by the module's name; it
+        takes and returns the part of θ that is the module's.
+
+    Example:
+        >>> import torch, gaussnewton as gn
+        >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False))
+        >>> x, y = torch.ones(2, 1), torch.zeros(2, 1)
+        >>> products = gn.exact.gauss_newton_block_products(model, torch.nn.MSELoss(), (x, y))
+        >>> products["0"](torch.ones(1))
+        tensor([2.])
+    """
+    with unchanged(model):
+        sandwich = _Sandwich(evaluate(model, criterion, batch), criterion, output_hessian_product)
+        return {group.name: sandwich.product(model, [group], damping) for group in sandwich.groups}
 
 
 def fisher_product(
@@ -107,26 +141,39 @@ def _sandwich_product(
     damping: float,
 ) -> Product:
     with unchanged(model):
-        seen = evaluate(model, criterion, batch)
-        groups, outputs = list(seen.theta), seen.outputs
-        multiply = middle(criterion, outputs.detach(), seen.targets)
-        u = torch.zeros_like(outputs, requires_grad=True)
-        pulled_back = gradient(outputs, groups, weights=u, create_graph=True)
-
-    def product(v: Tensor) -> Tensor:
-        (jv,) = torch.autograd.grad(
-            pulled_back, u, v.to(pulled_back), retain_graph=True, materialize_grads=True
-        )
-        return gradient(outputs, groups, weights=multiply(jv))
-
-    return _finished(model, seen, product, damping)
+        sandwich = _Sandwich(evaluate(model, criterion, batch), criterion, middle)
+        return sandwich.product(model, sandwich.groups, damping)
 
 
-def _finished(model: nn.Module, seen: Evaluation, product: Product, damping: float) -> Product:
+class _Sandwich:
+    """v ↦ Jᵀ M J v from one recorded forward pass, for θ or for some of its groups."""
+
+    def __init__(
+        self,
+        seen: Evaluation,
+        criterion: Criterion,
+        middle: Callable[[Criterion, Tensor, Any], OutputProduct],
+    ) -> None:
+        self.groups, self.outputs = list(seen.theta), seen.outputs
+        self.multiply = middle(criterion, seen.outputs.detach(), seen.targets)
+        self.u = torch.zeros_like(seen.outputs, requires_grad=True)
+
+    def product(self, model: nn.Module, groups: Sequence[Group], damping: float) -> Product:
+        pulled_back = gradient(self.outputs, groups, weights=self.u, create_graph=True)
+
+        def product(v: Tensor) -> Tensor:
+            (jv,) = torch.autograd.grad(
+                pulled_back, self.u, v.to(pulled_back), retain_graph=True, materialize_grads=True
+            )
+            return gradient(self.outputs, groups, weights=self.multiply(jv))
+
+        return _finished(model, len(pulled_back), product, damping)
+
+
+def _finished(model: nn.Module, size: int, product: Product, damping: float) -> Product:
     """Add what all products do: check the vector, leave the model alone, damp."""
     if damping < 0:
         raise ValueError(f"damping is {damping}; it must not be negative")
-    size = seen.theta.size
 
     def finished(v: Float[Tensor, " p"]) -> Float[Tensor, " p"]:
         if v.shape != (size,):

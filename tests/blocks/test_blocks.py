@@ -183,3 +183,30 @@ def test_running_average_of_curvature(problem) -> None:
     new = gn.curvature(model, criterion, (2 * x, y))
     mixed = old.average(new, decay=0.9)
     torch.testing.assert_close(mixed["0"].Q, 0.9 * old["0"].Q + 0.1 * new["0"].Q)
+
+
+def test_eigenvectors_by_way_of_float64_where_lapack_gives_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As it does in float32 for one in some 25 batches of 1000 CURVES."""
+    Q, G = (torch.randn(9, d) for d in (4, 3))
+    block = gn.KroneckerBlock(Q.T @ Q, G.T @ G)
+    V, eigh = torch.randn(3, 4), torch.linalg.eigh
+    expected = block.solve(V, damping=0.1)
+
+    def stubborn(matrix: torch.Tensor) -> object:
+        if matrix.dtype == torch.float32:
+            raise torch.linalg.LinAlgError("failed to converge")
+        return eigh(matrix)
+
+    monkeypatch.setattr(torch.linalg, "eigh", stubborn)
+    found = block.solve(V, damping=0.1)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected)
+
+    def hopeless(matrix: torch.Tensor) -> object:  # noqa: ARG001
+        raise torch.linalg.LinAlgError("failed to converge")
+
+    monkeypatch.setattr(torch.linalg, "eigh", hopeless)
+    with pytest.raises(gn.errors.FactorisationError, match="factor Q"):
+        block.solve(V, damping=0.1)
