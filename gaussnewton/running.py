@@ -1,4 +1,4 @@
-"""Running averages of Q and G (section 4), and damped inverses that do not fail."""
+"""Running averages of Q and G (section 5), and damped inverses that do not fail."""
 
 from __future__ import annotations
 

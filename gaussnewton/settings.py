@@ -64,7 +64,7 @@ class StepSize:
 
 @dataclass(frozen=True)
 class Refresh:
-    """How often curvature is estimated and inverted, and how it is averaged (section 4).
+    """How often curvature is estimated and inverted, and how it is averaged (section 5).
 
     Attributes:
         curvature: updates between two estimates. 1 is freshest, and costs most.

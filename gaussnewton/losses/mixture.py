@@ -1,4 +1,4 @@
-"""The mixture of two binary classifiers of section 4.2."""
+"""The mixture of two binary classifiers of section 5.2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gaussnewton.losses.registry import register_loss
 
 
 class BinaryMixtureLoss(nn.Module):
-    r"""−log p(y | h) for a mixture of two binary classifiers (section 4.2).
+    r"""−log p(y | h) for a mixture of two binary classifiers (section 5.2).
 
     .. math:: p(y | h) = σ(h_1) σ(h_2)^y σ(−h_2)^{1−y} + (1 − σ(h_1)) σ(h_3)^y σ(−h_3)^{1−y}
 

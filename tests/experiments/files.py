@@ -61,8 +61,8 @@ class Digits:
 
     def files(self) -> dict[str, bytes]:
         return {
-            "train-images-idx3-ubyte.gz": gzip.compress(idx(self.images)),
-            "train-labels-idx1-ubyte.gz": gzip.compress(idx(self.labels)),
+            "train-images-idx3-ubyte.gz": gzip.compress(idx(self.images), mtime=0),
+            "train-labels-idx1-ubyte.gz": gzip.compress(idx(self.labels), mtime=0),
         }
 
     def sources(self, *addresses: str) -> dict[str, Source]:
