@@ -1,7 +1,7 @@
 """The loss by update of ``gn.GaussNewton`` with its defaults, beside Adam at 1e-3.
 
-One table, one line a problem: nothing is set per problem. MNIST is read from a folder with its
-four IDX files (gzip) that ``--data`` names::
+One table, one line a problem: nothing is set per problem. MNIST and the Olivetti faces are read
+from a folder that ``--data`` names::
 
     .venv/bin/python benchmarks/optimiser.py --data FOLDER
 
@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gzip
 import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
 import gaussnewton as gn
-from gaussnewton.demo import curves
+from gaussnewton.experiments.data import curves, faces, mnist
 
+Data = tuple[Tensor, Tensor]
 ENCODER = (1000, 500, 250, 30)
 
 
@@ -36,42 +37,28 @@ class Problem:
 
     sizes: tuple[int, ...]
     criterion: Callable[[], nn.Module]
-    data: Callable[[Path], tuple[Tensor, Tensor]]
+    data: Callable[[Path], Data]
     batch: int
     updates: int
     activation: type[nn.Module] = nn.Tanh
 
 
-def idx(path: Path) -> Tensor:
-    """The bytes of an IDX file, in its shape."""
-    raw = gzip.decompress(path.read_bytes())
-    dims = [int.from_bytes(raw[4 + 4 * i : 8 + 4 * i], "big") for i in range(raw[3])]
-    body = bytearray(raw[4 + 4 * len(dims) :])
-    return torch.frombuffer(body, dtype=torch.uint8).reshape(dims)
-
-
-def digits(folder: Path) -> Tensor:
-    return idx(folder / "train-images-idx3-ubyte.gz")[:50_000].flatten(1).float() / 255
-
-
-def mnist_images(folder: Path) -> tuple[Tensor, Tensor]:
-    x = digits(folder)
+def mnist_images(folder: Path) -> Data:
+    x, _ = mnist(folder)
     return x, x
 
 
-def mnist_labels(folder: Path) -> tuple[Tensor, Tensor]:
-    return digits(folder), idx(folder / "train-labels-idx1-ubyte.gz")[:50_000].long()
-
-
-def drawn_curves(_: Path) -> tuple[Tensor, Tensor]:
-    generator_state = torch.get_rng_state()
-    torch.manual_seed(1)
-    x = torch.cat([curves(1000, side=28) for _ in range(10)])
-    torch.set_rng_state(generator_state)
+def generated_curves(_: Path) -> Data:
+    x = curves()
     return x, x
 
 
-def products(_: Path) -> tuple[Tensor, Tensor]:
+def olivetti_patches(folder: Path) -> Data:
+    x = faces(folder)
+    return x, x
+
+
+def products(_: Path) -> Data:
     x = torch.randn(10_000, 10, generator=torch.Generator().manual_seed(2))
     return x, (x[:, :1] * x[:, 1:2]).sin() + x[:, 2:3].square()
 
@@ -84,11 +71,12 @@ METHODS = ("Adam 1e-3", "gn.PAPER", "gn.GaussNewton")
 BCE, CE, MSE = nn.BCEWithLogitsLoss, nn.CrossEntropyLoss, nn.MSELoss
 PROBLEMS = {
     "MNIST autoencoder": Problem(autoencoder(784), BCE, mnist_images, 1000, 230),
-    "curves autoencoder": Problem(autoencoder(784), BCE, drawn_curves, 1000, 100),
-    "MNIST classifier": Problem((784, *ENCODER, 10), CE, mnist_labels, 1000, 100),
-    "the same, ReLU": Problem((784, *ENCODER, 10), CE, mnist_labels, 1000, 100, nn.ReLU),
-    "the same, batch 50": Problem((784, 200, 100, 10), CE, mnist_labels, 50, 300),
-    "the same, batch 10,000": Problem((784, 200, 100, 10), CE, mnist_labels, 10_000, 40),
+    "CURVES autoencoder": Problem(autoencoder(784), BCE, generated_curves, 1000, 150),
+    "FACES autoencoder": Problem(autoencoder(625), MSE, olivetti_patches, 1000, 150),
+    "MNIST classifier": Problem((784, *ENCODER, 10), CE, mnist, 1000, 100),
+    "the same, ReLU": Problem((784, *ENCODER, 10), CE, mnist, 1000, 100, nn.ReLU),
+    "smaller, batch 50": Problem((784, 200, 100, 10), CE, mnist, 50, 1000),
+    "smaller, batch 10,000": Problem((784, 200, 100, 10), CE, mnist, 10_000, 40),
     "regression, 1 output": Problem((10, 64, 64, 1), MSE, products, 500, 200),
     "regression, 20 layers": Problem((10, *[32] * 19, 1), MSE, products, 500, 200),
 }
@@ -106,13 +94,20 @@ def network(problem: Problem, seed: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
+class Result(TypedDict):
+    """The loss after some updates and seconds, and the seconds of all updates."""
+
+    history: list[tuple[int, float, float]]
+    seconds: float
+
+
 def evaluate(model: nn.Module, criterion: nn.Module, x: Tensor, y: Tensor) -> float:
     """The loss of the first 10,000 data."""
     with torch.no_grad():
         return criterion(model(x[:10_000]), y[:10_000]).item()
 
 
-def run(problem: Problem, method: str, folder: Path, seed: int) -> dict[str, object]:
+def run(problem: Problem, method: str, folder: Path, seed: int) -> Result:
     """Train once; returns the losses along the way and the seconds taken by updates."""
     x, y = problem.data(folder)
     model, criterion = network(problem, seed), problem.criterion()
@@ -143,43 +138,47 @@ def run(problem: Problem, method: str, folder: Path, seed: int) -> dict[str, obj
     return {"history": history, "seconds": seconds}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--data", type=Path, required=True, help="folder with MNIST's files")
-    parser.add_argument("--problems", nargs="+", choices=list(PROBLEMS), default=list(PROBLEMS))
-    parser.add_argument(
-        "--methods", nargs="+", choices=METHODS, default=["Adam 1e-3", "gn.GaussNewton"]
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--output", type=Path, default=Path(__file__).parent / "results" / "optimiser.md"
-    )
-    options = parser.parse_args()
-    methods = options.methods
-    raw, rows = {}, []
-    for name in options.problems:
-        problem = PROBLEMS[name]
-        raw[name] = {m: run(problem, m, options.data, options.seed) for m in methods}
-        row = [name, problem.batch, problem.updates]
-        for m in methods:
-            row += [f"{raw[name][m]['history'][-1][2]:.4g}", f"{raw[name][m]['seconds']:.0f}"]
+def write(raw: dict[str, dict[str, Result]], seed: int, output: Path) -> None:
+    """The table, and every loss along the way beside it."""
+    methods = list(next(iter(raw.values())))
+    rows = []
+    for name, results in raw.items():
+        row = [name, PROBLEMS[name].batch, PROBLEMS[name].updates]
+        for method in methods:
+            row += [f"{results[method]['history'][-1][2]:.4g}", f"{results[method]['seconds']:.0f}"]
         rows.append(row)
-        print(row, flush=True)
-    header = ["problem", "batch", "updates"]
-    for m in methods:
-        header += [m, "s"]
+    header = ["problem", "batch", "updates", *(part for m in methods for part in (m, "s"))]
     command = "python benchmarks/optimiser.py --data FOLDER"
     text = (
         "# Loss after the same number of updates\n\nWritten by `benchmarks/optimiser.py`, whose "
-        f"docstring says how it measures: `{command} --seed {options.seed}`, "
+        f"docstring says how it measures: `{command} --seed {seed}`, "
         f"{torch.get_num_threads()} threads. Losses are means over outputs, as torch has them; "
         "`s` is the seconds of all updates.\n\n"
         + tabulate(rows, header, tablefmt="github", disable_numparse=True)
         + "\n"
     )
-    options.output.parent.mkdir(exist_ok=True)
-    options.output.write_text(text)
-    options.output.with_suffix(".json").write_text(json.dumps(raw))
+    output.parent.mkdir(exist_ok=True)
+    output.write_text(text)
+    output.with_suffix(".json").write_text(json.dumps(raw))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--data", type=Path, required=True, help="MNIST's and Olivetti's files")
+    parser.add_argument("--problems", nargs="+", choices=list(PROBLEMS), default=list(PROBLEMS))
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=["Adam 1e-3", "gn.GaussNewton"]
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    results = Path(__file__).parent / "results"
+    parser.add_argument("--output", type=Path, default=results / "optimiser.md")
+    options = parser.parse_args()
+    raw: dict[str, dict[str, Result]] = {}
+    for name in options.problems:
+        problem = PROBLEMS[name]
+        raw[name] = {m: run(problem, m, options.data, options.seed) for m in options.methods}
+        write(raw, options.seed, options.output)
+        print(name, {m: r["history"][-1] for m, r in raw[name].items()}, flush=True)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,9 @@ from gaussnewton.observer import Observation
 from gaussnewton.observing import Matrices, ObservingOptimizer
 from gaussnewton.progress import Progress
 
+LEAST, MOST = 1e-10, 1e10
+"""The bounds of τ, as multiples of the first."""
+
 
 class HessianFree(ObservingOptimizer):
     """Solves (Ḡ + (τ + η) I) δ = −∇f by conjugate gradients at every step.
@@ -111,9 +114,11 @@ class HessianFree(ObservingOptimizer):
             keep_iterates=True,
         )
         self._remember(result.solution)
-        step, after = self._backtrack(observations, result, before)
+        chosen, after = self._backtrack(observations, result, before)
+        step = self._flat(self._times_lr(self._matrices(chosen)))
         predicted = g @ step + 0.5 * step @ product(step)
-        self._adapt(float((after - before) / predicted), progress)
+        if abs(float(predicted)) > self._resolution(observations, progress):
+            self._adapt(float((after - before) / predicted), progress)
         self._diagnostics = {
             "loss": before,
             "predicted": predicted,
@@ -176,9 +181,9 @@ class HessianFree(ObservingOptimizer):
     def _adapt(self, rho: float, progress: Progress) -> None:
         """Martens' rule: 2/3 where the model is good, 3/2 where it is not."""
         if rho > 0.75:
-            progress.tau *= 2 / 3
+            progress.tau = max(progress.tau * 2 / 3, LEAST * progress.first_tau)
         elif not rho >= 0.25:
-            progress.tau *= 3 / 2
+            progress.tau = min(progress.tau * 3 / 2, MOST * progress.first_tau)
 
     def _blocks(self, observations: Sequence[Observation]) -> dict[str, KroneckerBlock]:
         observation = observations[0]
@@ -208,6 +213,11 @@ class HessianFree(ObservingOptimizer):
         }
         start = self.warm_start * self._observer.theta.vector(parts)
         return start.to(next(iter(like.values())).dtype)
+
+    def _prime(self) -> None:
+        super()._prime()
+        for p in self._parameters():
+            self.state[p].setdefault("solution", torch.zeros_like(p))
 
     def _remember(self, solution: Tensor) -> None:
         for group in self._observer.theta:

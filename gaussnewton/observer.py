@@ -10,18 +10,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from gaussnewton.chain import Chain
 from gaussnewton.compiled import eagerly, is_compiled, original
+from gaussnewton.errors import RecordError, UnsupportedGraphError
 from gaussnewton.hooks import Hook
 from gaussnewton.model_state import unchanged
 from gaussnewton.parameters import Theta
-from gaussnewton.tape import Record, Tape, recorded_layers
+from gaussnewton.tape import LayerCall, Record, Tape, recorded_layers
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,33 @@ def _precision(device_type: str) -> dict[str, Any]:
         "enabled": torch.is_autocast_enabled(device_type),
         "dtype": torch.get_autocast_dtype(device_type),
     }
+
+
+@dataclass
+class ForwardPass:
+    """A call of the model, until a criterion is called on its outputs.
+
+    Attributes:
+        start: how it began.
+        calls: its layers' calls.
+        outputs: what it returned, held weakly: a pass that nobody looks at is gone.
+        objection: what speaks against recording it, raised if it is trained on.
+    """
+
+    start: Start
+    calls: list[LayerCall]
+    outputs: list[weakref.ref[Any] | None] = field(default_factory=list)
+    objection: UnsupportedGraphError | None = None
+
+    def place(self, argument: Any) -> int | None:
+        """Which of its outputs something is."""
+        found = (i for i, ref in enumerate(self.outputs) if ref and ref() is argument)
+        return None if argument is None else next(found, None)
+
+    @property
+    def alive(self) -> bool:
+        """Whether any of its outputs is still in use."""
+        return any(ref and ref() is not None for ref in self.outputs)
 
 
 @dataclass
@@ -91,10 +120,11 @@ class Observer(Tape):
     def __init__(self, model: nn.Module, criterion: nn.Module) -> None:
         super().__init__(model, criterion)
         self.observations: list[Observation] = []
-        self._start: Start | None = None
-        self._model_outputs: list[Any] = []
+        self._passes: list[ForwardPass] = []
+        self._current: ForwardPass | None = None
         self._paused = False
         self.attach()
+        weakref.finalize(self, _remove, self._handles)
 
     def attach(self) -> None:
         """Put the hooks in place, for the layers that are trained now."""
@@ -102,6 +132,7 @@ class Observer(Tape):
         self.theta = Theta(original(self.model))
         self._layers = recorded_layers(original(self.model), self.theta)
         self._compiled = is_compiled(self.model)
+        self._trained = self._trained_now()
         if not self._compiled:
             self._hook_layers(traced=False)
         self._hook_criterion(traced=False)
@@ -114,8 +145,7 @@ class Observer(Tape):
 
     def take(self) -> list[Observation]:
         """The passes that the present gradient came from; all are forgotten here."""
-        taken = [o for o in self.observations if o.factor is not None]
-        self.observations, self._start, self._model_outputs = [], None, []
+        taken, self.observations, self._passes, self._current = self.observations, [], [], None
         for observation in taken:
             # Backward has freed the graph, and that of a compiled pass did not show the layers.
             if observation.layers is None or observation.layers.needs_graph:
@@ -127,7 +157,9 @@ class Observer(Tape):
 
         The others stay: a loop may call the model, then ``zero_grad``, then ``backward``.
         """
-        self.observations = [o for o in self.observations if o.factor is None]
+        for observation in self.observations:
+            observation.factor = None
+        self.observations = []
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -160,7 +192,8 @@ class Observer(Tape):
             torch.set_rng_state(start.random_state)
             with torch.no_grad():
                 for name, buffer in self.model.named_buffers():
-                    buffer.copy_(start.buffers[name])
+                    if name in start.buffers:  # others were made in the pass itself
+                        buffer.copy_(start.buffers[name])
             yield
 
     def _arguments_again(self, observation: Observation) -> list[Any]:
@@ -180,50 +213,91 @@ class Observer(Tape):
     def _before_model(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.listening():
             return
-        if is_compiled(self.model) != self._compiled:
+        if is_compiled(self.model) != self._compiled or self._trained_now() != self._trained:
             self.attach()
         if all(p.grad is None for group in self.theta for p in group.parameters.values()):
             self.forget()  # they were reset without telling the optimiser
+        self._passes = [part for part in self._passes if part.alive]
         buffers = {name: b.detach().clone() for name, b in self.model.named_buffers()}
         precision = _precision(next(self.model.parameters()).device.type)
-        self._start = Start(args, kwargs, torch.get_rng_state(), buffers, precision)
+        start = Start(args, kwargs, torch.get_rng_state(), buffers, precision)
         self._calls = []
+        self._current = ForwardPass(start, self._calls)
+
+    def _after_layer(self, *arguments: Any) -> None:
+        if self._current is None:
+            return  # a layer called by itself
+        try:
+            super()._after_layer(*arguments)
+        except UnsupportedGraphError as objection:  # nobody may ever train on this pass
+            self._current.objection = objection
 
     def _after_model(self, _: nn.Module, __: tuple[Any, ...], outputs: Any) -> None:
-        if self.listening():
-            self._model_outputs = _flat(outputs)
+        if self._current is not None and self.listening():
+            self._current.outputs = [
+                weakref.ref(leaf) if isinstance(leaf, Tensor) else None for leaf in _flat(outputs)
+            ]
+            self._passes.append(self._current)
+        self._current = None
 
-    def _ours(self, arguments: tuple[Any, ...]) -> bool:
-        if not self._compiled:
-            return super()._ours(arguments)
-        return any(argument is output for argument in arguments for output in self._model_outputs)
+    def _trained_now(self) -> tuple[bool, ...]:
+        return tuple(p.requires_grad for p in self.model.parameters())
+
+    def _pass_behind(self, arguments: tuple[Any, ...]) -> ForwardPass | None:
+        """The pass that returned what the criterion is called with first."""
+        first = arguments[0] if arguments else None
+        return next((part for part in self._passes if part.place(first) is not None), None)
+
+    def _concerns(self, arguments: tuple[Any, ...]) -> bool:
+        return self._pass_behind(arguments) is not None
+
+    def _calls_behind(self, arguments: tuple[Any, ...]) -> list[LayerCall] | None:
+        found = self._pass_behind(arguments)
+        return None if found is None else found.calls
 
     def _unrelated(self) -> None:
         """Not our business: the criterion may serve other models too."""
 
     def keep(self, record: Record) -> None:
-        assert self._start is not None  # there are calls, so the model was called
-        places = tuple(
-            next((i for i, o in enumerate(self._model_outputs) if o is argument), None)
-            for argument in record.arguments
-        )
-        if places[0] is None:  # e.g. detached outputs, looked at and not trained on
-            return
+        found = self._pass_behind(record.arguments)
+        assert found is not None
+        if found.objection is not None:
+            raise found.objection
         layers = None if self._compiled else Chain(record)
-        observation = Observation(record, layers, self._start, places)
-        self.observations.append(observation)
-        # Weakly: a hook that held the loss it hooks would keep both, and the graph, for ever.
-        seen = weakref.ref(observation)
-        record.loss.register_hook(lambda g: _set_factor(seen(), g))
+        # The observation is held by a hook of the loss, and so must not hold the loss: a loss that
+        # is never differentiated goes away, and its observation with it.
+        seen = replace(record, loss=record.loss.detach())
+        if layers is not None:
+            layers.record = seen
+        places = tuple(found.place(argument) for argument in record.arguments)
+        observation, observer = Observation(seen, layers, found.start, places), weakref.ref(self)
+
+        def differentiated(gradient: Tensor) -> None:
+            mine = observer()
+            if mine is not None:
+                mine._note(observation, gradient.detach())
+
+        record.loss.register_hook(differentiated)
+
+    def _note(self, observation: Observation, gradient: Tensor) -> None:
+        """A gradient has come back through the loss; if several do, they add up."""
+        new = gradient.reshape(-1)[0]
+        if not bool((gradient == new).all()):
+            raise RecordError(
+                "the criterion's losses were weighted one by one before they were added up, and "
+                "the curvature of such a sum is not known. Give the weights to the criterion, or "
+                "write the weighted loss as gn.Loss(fn)."
+            )
+        if observation.factor is None:
+            self.observations.append(observation)
+            observation.factor = new
+        else:
+            observation.factor = observation.factor + new
 
 
-def _set_factor(observation: Observation | None, gradient: Tensor) -> None:
-    if observation is None:
-        return  # forgotten meanwhile
-    # The loss may be differentiated more than once before a step; the gradients add up.
-    before = observation.factor
-    new = gradient.detach().reshape(-1)[0]
-    observation.factor = new if before is None else before + new
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _flat(outputs: Any) -> list[Any]:

@@ -49,6 +49,7 @@ class ObservingOptimizer(Optimizer):
         patience: int,
         settings: dict[str, Any],
     ) -> None:
+        check_arguments(model, criterion, lr, weight_decay)
         trained = [p for p in model.parameters() if p.requires_grad] if params is None else params
         super().__init__(trained, {"lr": lr, "weight_decay": weight_decay})
         self._settings = {"model": model, "criterion": criterion, "patience": patience, **settings}
@@ -59,6 +60,7 @@ class ObservingOptimizer(Optimizer):
         """What a new, copied or unpickled optimiser sets up."""
         for key, value in self._settings.items():
             setattr(self, key, value)
+        self._check_parameters()
         self._observer = Observer(self.model, self.criterion)
         self._diagnostics: dict[str, Any] = {}
         self._watch = Stopwatch(torch.device("cpu"))
@@ -100,6 +102,7 @@ class ObservingOptimizer(Optimizer):
                 loss = closure()
         self._watch = Stopwatch(next(self._parameters()).device)
         with self._watch("record"):
+            self._check_parameters()
             observations = self._observer.take()
         progress = Progress(**self.param_groups[0]["progress"])
         if self._overflowed(observations):
@@ -107,15 +110,17 @@ class ObservingOptimizer(Optimizer):
             return loss
         gradient = self._gradient()
         if not observations:
-            self._check_nothing_to_do(gradient)
+            self._check_nothing_to_do()
+            self._prime()
             return loss
         before = self._objective([o.loss for o in observations], observations)
         if self._usable(before, gradient):
             progress.t += 1
             progress.skipped_in_a_row = 0
+            progress.greatest_loss = max(progress.greatest_loss, abs(float(before)))
             self.update(observations, gradient, before, progress)
             self._average(progress)
-        elif not self.recover(observations, progress):
+        elif not self.recover(observations, before, progress):
             self._skip(progress)
         self.param_groups[0]["progress"] = progress.as_dict()
         return loss
@@ -175,7 +180,12 @@ class ObservingOptimizer(Optimizer):
         sums = torch.stack([before, *(g.sum().double() for g in gradient.values())])
         return bool(sums.isfinite().all())
 
-    def recover(self, observations: Sequence[Observation], progress: Progress) -> bool:  # noqa: ARG002
+    def recover(
+        self,
+        observations: Sequence[Observation],  # noqa: ARG002
+        before: Tensor,  # noqa: ARG002
+        progress: Progress,  # noqa: ARG002
+    ) -> bool:
         """Undo what made loss or gradient not finite; returns whether anything was undone."""
         return False
 
@@ -189,6 +199,11 @@ class ObservingOptimizer(Optimizer):
                 "finite. Nothing was changed in any of them; look at the data, or at what the "
                 "model computes."
             )
+
+    def _resolution(self, observations: Sequence[Observation], progress: Progress) -> float:
+        """Changes of f below this are rounding, and say nothing of a step."""
+        eps = max(torch.finfo(o.loss.dtype).eps for o in observations)
+        return 10 * eps * progress.greatest_loss
 
     def _count_skipped(self, progress: Progress) -> None:
         progress.skipped += 1
@@ -226,10 +241,11 @@ class ObservingOptimizer(Optimizer):
     ) -> Tensor:
         """f where a step would lead; the parameters stay as they are."""
         start = self._snapshot()
-        self._move(step, sign)
-        value = self._evaluate(observations)
-        self._restore(start)
-        return value
+        try:
+            self._move(step, sign)
+            return self._evaluate(observations)
+        finally:  # also where somebody presses Ctrl-C
+            self._restore(start)
 
     def _evaluate(self, observations: Sequence[Observation]) -> Tensor:
         return self._objective([self._observer.evaluate(o) for o in observations], observations)
@@ -248,13 +264,40 @@ class ObservingOptimizer(Optimizer):
                 if earlier is not None:
                     state["average"] = earlier
 
-    def _check_nothing_to_do(self, gradient: Matrices) -> None:
-        if any(bool(g.any()) for g in gradient.values()):
+    def _prime(self) -> None:
+        """Make the state that a step would make, as empty as it can be.
+
+        ``torch.distributed.checkpoint`` fills in what it finds after a step with zero gradients.
+        """
+        for p in self._parameters():
+            self.state[p].setdefault("average", p.detach().clone())
+
+    def _check_nothing_to_do(self) -> None:
+        if any(p.grad is not None and bool(p.grad.any()) for p in self._parameters()):
             raise RecordError(
                 "step() found gradients but no forward pass that made them. The model must be in "
                 "training mode, and both the model and the very criterion given to GaussNewton "
                 "must be called as modules, after the optimiser was made; and the model must "
                 "return what the criterion gets, as it is."
+            )
+
+    def _check_parameters(self) -> None:
+        """What the model trains must be what the groups hold: curvature is that of all of it."""
+        ours = {id(p) for p in self._parameters()}
+        names = [
+            n for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in ours
+        ]
+        if names:
+            raise ValueError(
+                f"the model trains parameters that the optimiser was not given: "
+                f"{', '.join(names)}. Freeze them with requires_grad_(False), or give them to the "
+                "optimiser too."
+            )
+        strangers = ours - {id(p) for p in self.model.parameters()}
+        if strangers:
+            raise ValueError(
+                f"{len(strangers)} of the given parameters are not parameters of the model. The "
+                "optimiser watches one model; give it that model's own parameters."
             )
 
     def _parameters(self) -> Iterator[nn.Parameter]:
@@ -325,10 +368,16 @@ class ObservingOptimizer(Optimizer):
         """Add parameters, e.g. of a layer that was frozen so far."""
         super().add_param_group(param_group)
         if hasattr(self, "_observer"):
+            self._check_parameters()
             self._observer.attach()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where a saved run stopped, bit for bit."""
+        if "progress" not in state_dict["param_groups"][0]:
+            raise ValueError(
+                "this is the state of another kind of optimiser: it holds no progress of "
+                f"{type(self).__name__}. Load a state that {type(self).__name__} has saved."
+            )
         super().load_state_dict(state_dict)
         # torch casts all state to the dtype of its parameter; factors are wider than that.
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -345,6 +394,29 @@ class ObservingOptimizer(Optimizer):
         super().__setstate__(state)
         if "_settings" in state:  # a copy, not load_state_dict
             self._begin()
+
+
+def check_arguments(model: Any, criterion: Any, lr: float, weight_decay: float) -> None:
+    """Catch the likeliest mistakes where they are made."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"the first argument is the model, not {type(model).__name__}: the optimiser watches "
+            "its forward passes. Write gn.GaussNewton(model, criterion); parameters or groups may "
+            "follow."
+        )
+    if isinstance(criterion, type):
+        raise TypeError(
+            f"the criterion is the class {criterion.__name__}; make an instance of it first: "
+            f"criterion = {criterion.__name__}()."
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} has no parameter to train. The model comes first, then the "
+            "criterion."
+        )
+    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+        if value < 0:
+            raise ValueError(f"{name} must not be negative, got {value}")
 
 
 def inner(a: Matrices, b: Matrices) -> Tensor:

@@ -6,17 +6,18 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
 from gaussnewton import damping as rules
 from gaussnewton.blocks import Inverse, Inversion, KroneckerBlock
-from gaussnewton.errors import NonFiniteError
-from gaussnewton.estimators import KFAC, Estimator, choose, estimator_of
+from gaussnewton.errors import FactorisationError, NonFiniteError
+from gaussnewton.estimators import ESTIMATORS, KFAC, BlockHessian, Estimator, choose, estimator_of
 from gaussnewton.observer import Observation
-from gaussnewton.observing import Matrices, ObservingOptimizer
+from gaussnewton.observing import Matrices, ObservingOptimizer, inner
 from gaussnewton.progress import Progress
-from gaussnewton.proposal import Proposal, calibrated, plain
+from gaussnewton.proposal import Proposal, Shift, calibrated, plain, squared
 from gaussnewton.quadratic import gauss_newton_gram
 from gaussnewton.running import blocks_of, careful_inverse, store
 from gaussnewton.settings import Damping, Guard, Refresh, StepSize
@@ -85,6 +86,17 @@ class GaussNewton(ObservingOptimizer):
             "refresh": refresh,
             "guard": guard,
         }
+        for name, kind in (
+            ("damping", Damping), ("step_size", StepSize), ("refresh", Refresh), ("guard", Guard)
+        ):  # fmt: skip
+            if not isinstance(settings[name], kind):
+                raise TypeError(
+                    f"{name} is a gn.{kind.__name__}(…), not {type(settings[name]).__name__}"
+                )
+        if curvature != "auto" and isinstance(estimator_of(curvature), BlockHessian):
+            raise ValueError("a Hessian need not be positive; choose 'kfra', 'kflr' or 'kfac'.")
+        if inversion not in ("factored", "exact"):
+            raise ValueError(f"inversion is 'factored' or 'exact', not {inversion!r}")
         super().__init__(model, criterion, params, lr, weight_decay, guard.patience, settings)
 
     curvature: str | Estimator
@@ -123,7 +135,7 @@ class GaussNewton(ObservingOptimizer):
         with self._watch("step size"):
             proposal = self._choose(observations, gradient, progress)
         with self._watch("damping"):
-            self._take(observations, proposal, before, progress)
+            self._take(observations, gradient, proposal, before, progress)
 
     # Curvature and its inverse
 
@@ -144,10 +156,17 @@ class GaussNewton(ObservingOptimizer):
         return True
 
     def _blocks(self) -> dict[str, KroneckerBlock]:
-        states = {name: self._layer_state(name) for name in self._observer.theta.groups}
-        if any("Q" not in state for state in states.values()):
-            return {}
-        return {name: KroneckerBlock(state["Q"], state["G"]) for name, state in states.items()}
+        """The running blocks; none if a layer has none, or has changed its shape."""
+        blocks = {}
+        for group in self._observer.theta:
+            state = self._layer_state(group.name)
+            if not state.get("estimates") or (len(state["G"]), len(state["Q"])) != (
+                group.rows,
+                group.columns,
+            ):
+                return {}
+            blocks[group.name] = KroneckerBlock(state["Q"], state["G"])
+        return blocks
 
     def _invert_if_due(self, fresh: bool, progress: Progress) -> None:
         if fresh or (progress.t - 1) % self.refresh.inverse == 0:
@@ -201,7 +220,7 @@ class GaussNewton(ObservingOptimizer):
         """δ̃ = −C̃⁻¹ ∇f, and how much of it the quadratic model wants (appendix B.1, B.2)."""
         direction = {name: -inverses[name].solve(g).to(g.dtype) for name, g in gradient.items()}
         previous = self._previous() if self.step_size.momentum else None
-        shift = {name: tau + self._eta(name) for name in gradient}
+        shift = self._shift(tau)
 
         def gram(layers: Matrices | None, others: Matrices | None) -> Tensor:
             part, least = self.step_size.part, self.step_size.least
@@ -213,10 +232,45 @@ class GaussNewton(ObservingOptimizer):
         most = self.step_size.most
         return calibrated(gradient, direction, previous, gram, shift, names, self._blend, most)
 
+    def _shift(self, tau: float) -> Shift:
+        """τ + η, parameter by parameter in layers where η is not one number."""
+        result: Shift = {}
+        for group in self._observer.theta:
+            etas = {key: self._setting(p, "weight_decay") for key, p in group.parameters.items()}
+            same = len(set(etas.values())) == 1
+            result[group.name] = (
+                tau + self._eta(group.name)
+                if same
+                else group.matrix(
+                    {
+                        key: torch.full_like(p, tau + etas[key], dtype=torch.float64)
+                        for key, p in group.parameters.items()
+                    }
+                )
+            )
+        return result
+
+    def _prime(self) -> None:
+        super()._prime()
+        for group in self._observer.theta:
+            state, like = self._layer_state(group.name), next(iter(group.parameters.values()))
+            wide = torch.promote_types(like.dtype, torch.float32)
+            for key, size in (("Q", group.columns), ("G", group.rows)):
+                state.setdefault(key, like.new_zeros(size, size, dtype=wide))
+            state.setdefault("estimates", 0)
+            if self.step_size.calibrate:
+                empty = like.new_full((), math.nan, dtype=torch.float64)
+                state.setdefault("log_scale", empty)
+            for p in group.parameters.values():
+                self.state[p].setdefault("update", torch.zeros_like(p, dtype=wide))
+
     def _blend(self, name: str, own: Tensor) -> Tensor:
         """The running geometric mean of a layer's own step size, as a logarithm."""
-        past, memory = self._layer_state(name).get("log_scale"), self.step_size.memory
-        return own if past is None else memory * past.to(own) + (1 - memory) * own
+        past = self._layer_state(name).get("log_scale", own).to(own)
+        past = past.where(past.isfinite(), own)
+        blended = past + (1 - self.step_size.memory) * (own - past)
+        # A layer without a gradient says nothing, and must not spoil the others.
+        return blended.where(own.isfinite(), past).nan_to_num(0.0, 0.0, 0.0)
 
     # Damping, and steps that fail
 
@@ -232,7 +286,15 @@ class GaussNewton(ObservingOptimizer):
         A lower one may do better at once, but not for long. If none is, the one with which
         the loss falls most.
         """
-        candidates = rules.first_candidates(self._blocks(), self.damping)
+        blocks = self._blocks()
+        if rules.mean_eigenvalue(blocks) <= 0 and self.damping.tau is None:
+            raise FactorisationError(
+                "the curvature of the first batch is zero in every layer: the criterion is linear "
+                "in the outputs, as an absolute error is, or saturated, or its weight is zero, or "
+                "the inputs are. There is no Gauss-Newton step; use another criterion or a "
+                "first-order optimiser until there is curvature."
+            )
+        candidates = rules.first_candidates(blocks, self.damping)
         falls = {}
         for tau in candidates:
             if len(candidates) == 1:
@@ -256,31 +318,38 @@ class GaussNewton(ObservingOptimizer):
             return False
         with self.averaged():
             saved = float(before - self._evaluate(observations))
+        if abs(saved) <= self._resolution(observations, progress):
+            saved = 0.0
         scale = abs(float(before)) + abs(progress.last_predicted)
         if not rules.note_noise(saved / scale, progress):
             return False
-        self._restore([self.state[p]["average"] for p in self._parameters()])
+        self._restore([self.state[p].get("average", p) for p in self._parameters()])
         self._refused(progress)
         return True
 
     def _take(
         self,
         observations: Sequence[Observation],
+        gradient: Matrices,
         proposal: Proposal,
         before: Tensor,
         progress: Progress,
     ) -> None:
         """Take the step, and see what follows from ρ for τ and for the step (appendix B.3)."""
-        lr = float(self.param_groups[0]["lr"])
-        predicted, step = proposal.predicted(lr), self._times_lr(proposal.update)
+        step = self._times_lr(proposal.update)
+        predicted = self._predicted(observations, proposal, step, gradient, progress.tau)
         rho, actual, kept = None, None, True
         due = progress.t % self.damping.tau_interval == 0 or progress.look
         if not math.isfinite(float(predicted)):
             kept = False
-        elif due and lr:
+        elif due and abs(float(predicted)) > self._resolution(observations, progress):
             start = self._snapshot()
             self._move(step)
-            actual = self._evaluate(observations) - before
+            try:
+                actual = self._evaluate(observations) - before
+            except BaseException:
+                self._restore(start)
+                raise
             rho = float(actual / predicted)
             kept = not self.guard.refuse or rho >= -self.guard.tolerance
             if kept:
@@ -295,6 +364,24 @@ class GaussNewton(ObservingOptimizer):
             self._refused(progress)
         self._diagnose(proposal, before, predicted, actual, rho, progress)
 
+    def _predicted(
+        self,
+        observations: Sequence[Observation],
+        proposal: Proposal,
+        step: Matrices,
+        gradient: Matrices,
+        tau: float,
+    ) -> Tensor:
+        """What the quadratic model says of the step as it is taken, learning rates included."""
+        rates = {float(group["lr"]) for group in self.param_groups}
+        if len(rates) == 1:
+            return proposal.predicted(rates.pop())
+        along = {name: part.unsqueeze(0) for name, part in step.items()}
+        gram = gauss_newton_gram(
+            observations, None, along, self.step_size.part, self.step_size.least
+        )
+        return inner(gradient, step) + 0.5 * (gram + squared(step, self._shift(tau))).squeeze()
+
     def _last_step_failed(
         self, observations: Sequence[Observation], before: float, t: int, progress: Progress
     ) -> bool:
@@ -306,7 +393,9 @@ class GaussNewton(ObservingOptimizer):
         last = self._previous()
         if not self.guard.refuse or last is None or progress.last_predicted == 0:
             return False
-        allowed = self.guard.fresh_tolerance * abs(progress.last_predicted)
+        allowed = self.guard.fresh_tolerance * max(
+            abs(progress.last_predicted), self._resolution(observations, progress)
+        )
         if before - progress.last_loss <= allowed:
             return False
         earlier = float(self._evaluate_after(observations, last, -1.0))
@@ -317,8 +406,12 @@ class GaussNewton(ObservingOptimizer):
         self._refused(progress)
         return True
 
-    def recover(self, observations: Sequence[Observation], progress: Progress) -> bool:
+    def recover(
+        self, observations: Sequence[Observation], before: Tensor, progress: Progress
+    ) -> bool:
         """A loss that is not finite: take back the last step, if it is to blame."""
+        if math.isfinite(float(before)):
+            return False  # the gradient is not, which no step is to blame for
         return self._last_step_failed(observations, math.inf, progress.t, progress)
 
     def _refused(self, progress: Progress) -> None:
@@ -352,6 +445,8 @@ class GaussNewton(ObservingOptimizer):
 
     def _previous(self) -> Matrices | None:
         """The last update; None if there is none for some layer."""
+        if not self.param_groups[0]["progress"]["last_predicted"]:
+            return None  # it was refused, or is only there to be filled in
         result = {}
         for group in self._observer.theta:
             parts = {key: self.state[p].get("update") for key, p in group.parameters.items()}
@@ -431,9 +526,14 @@ class GaussNewton(ObservingOptimizer):
 
     def _chosen_estimator(self, observation: Observation) -> Estimator:
         if self._estimator is None:
-            if self.curvature == "auto":
+            chosen = self.param_groups[0].get("chosen")
+            if self.curvature == "auto" and chosen is None:
                 choice = choose(observation.chain)
                 self._estimator, self._reason = choice.estimator, choice.reason
+                name = next(n for n, kind in ESTIMATORS.items() if kind is type(choice.estimator))
+                self.param_groups[0]["chosen"] = [name, choice.reason]
+            elif self.curvature == "auto" and chosen:  # a resumed run stays with what it began with
+                self._estimator, self._reason = estimator_of(chosen[0]), chosen[1]
             else:
                 self._estimator = estimator_of(self.curvature)
             saved = self.param_groups[0].get("random_state")

@@ -22,6 +22,7 @@ class Progress:
         mended: factorisations that failed at first, and estimates that were not finite.
         look: whether the next step's ρ is looked at out of turn.
         noise: how much of the loss the averaged parameters save, a running mean.
+        greatest_loss: the greatest |f| so far, on which rounding is measured.
         last_loss: f before the last step.
         last_predicted: what the last step was to change of it; zero if it is not to be judged.
     """
@@ -37,6 +38,7 @@ class Progress:
     mended: int = 0
     look: bool = False
     noise: float = 0.0
+    greatest_loss: float = 0.0
     last_loss: float = 0.0
     last_predicted: float = 0.0
 

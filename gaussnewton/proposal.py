@@ -15,6 +15,10 @@ Gram = Callable[[Matrices | None, Matrices | None], Tensor]
 """d_iᵀ Ḡ d_j of directions that each move one layer, and of a stack that moves all."""
 
 
+Shift = dict[str, float | Tensor]
+"""For each layer what damping and penalty add to the diagonal: a number, or one a parameter."""
+
+
 @dataclass(frozen=True)
 class Proposal:
     """A step that could be taken, and the quadratic model that proposes it.
@@ -41,7 +45,7 @@ def plain(
     direction: Matrices,
     previous: Matrices | None,
     gram: Gram,
-    shift: dict[str, float],
+    shift: Shift,
 ) -> Proposal:
     """α and, where there is a last update, a momentum coefficient, together.
 
@@ -50,7 +54,7 @@ def plain(
         direction: δ̃ = −C̃⁻¹ ∇f.
         previous: the last update.
         gram: of the full Gauss-Newton matrix.
-        shift: τ + η of each layer.
+        shift: τ + η of each layer, or of each of its parameters.
     """
     spans = [direction] if previous is None else [direction, previous]
     together = {name: torch.stack([d[name] for d in spans]) for name in direction}
@@ -65,7 +69,7 @@ def calibrated(
     direction: Matrices,
     previous: Matrices | None,
     gram: Gram,
-    shift: dict[str, float],
+    shift: Shift,
     names: Sequence[str],
     blend: Callable[[str, Tensor], Tensor],
     most: float,
@@ -81,7 +85,8 @@ def calibrated(
         gram: see above.
         shift: see above.
         names: the layers, in the order in which ``gram`` has them.
-        blend: from a layer's name and the logarithm of its own step size to the one to use.
+        blend: from a layer's name and the logarithm of its own step size, which need not be
+            finite, to the one to use.
         most: neither coefficient may be greater.
     """
     others = None if previous is None else {n: p.unsqueeze(0) for n, p in previous.items()}
@@ -90,7 +95,7 @@ def calibrated(
     M = gram(direction, others) + _shifted(spans, shift)
     b = torch.stack([inner(gradient, d) for d in spans])
     count = len(names)
-    own = (-b[:count] / M.diagonal()[:count]).clamp(min=1e-12).log()
+    own = (-b[:count] / M.diagonal()[:count]).log()  # no number where a gradient is zero
     scales = torch.stack([blend(name, s) for name, s in zip(names, own, strict=True)])
     basis = torch.zeros(len(spans), len(spans) - count + 1, dtype=M.dtype, device=M.device)
     basis[:count, 0] = scales.exp()
@@ -117,12 +122,23 @@ def combine(c: Tensor, spans: Sequence[Matrices]) -> Matrices:
     }
 
 
-def _shifted(spans: Sequence[Matrices], shift: dict[str, float]) -> Tensor:
+def squared(direction: Matrices, shift: Shift) -> Tensor:
+    """dᵀ (τ + η) d."""
+    return _dot(direction, direction, shift)
+
+
+def _shifted(spans: Sequence[Matrices], shift: Shift) -> Tensor:
     """d_iᵀ (τ + η) d_j."""
     return torch.stack([torch.stack([_dot(a, b, shift) for b in spans]) for a in spans])
 
 
-def _dot(a: Matrices, b: Matrices, shift: dict[str, float]) -> Tensor:
-    terms = [shift[name] * (a[name].double() * b[name].double()).sum() for name in a if name in b]
+def _dot(a: Matrices, b: Matrices, shift: Shift) -> Tensor:
+    terms = [
+        (shift[name] * (a[name].double() * b[name].double())).sum()
+        if isinstance(shift[name], Tensor)
+        else shift[name] * (a[name].double() * b[name].double()).sum()
+        for name in a
+        if name in b
+    ]
     like = next(iter(a.values()))
     return torch.stack(terms).sum() if terms else like.new_zeros((), dtype=torch.float64)

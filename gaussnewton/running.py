@@ -39,7 +39,8 @@ def store(state: dict[str, Any], fresh: KroneckerBlock, decay: float) -> None:
         fresh: the estimate of now.
         decay: the weight of the past, once there is enough of it.
     """
-    count = state.get("estimates", 0) + 1
+    fits = "Q" in state and (state["Q"].shape, state["G"].shape) == (fresh.Q.shape, fresh.G.shape)
+    count = state.get("estimates", 0) + 1 if fits else 1
     if count > 1:
         past = KroneckerBlock(state["Q"], state["G"])
         fresh = past.average(fresh, min(decay, 1 - 1 / count))

@@ -187,25 +187,31 @@ class Tape:
     def _before_criterion(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if self.listening():
-            self.geometry.check(*self.geometry.bind(*self._arguments(args, kwargs)))
+        arguments = self._arguments(args, kwargs)
+        if self.listening() and self._concerns(arguments):
+            self.geometry.check(*self.geometry.bind(*arguments))
 
     def _after_criterion(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Tensor
     ) -> None:
-        if not self.listening():
-            return None
         arguments = self._arguments(args, kwargs)
+        if not (self.listening() and self._concerns(arguments)):
+            return None
         outputs, targets = self.geometry.bind(*arguments)
-        if not (outputs.requires_grad and self._ours(arguments)):
+        calls = self._calls_behind(arguments)
+        if not outputs.requires_grad or calls is None:
             return self._unrelated()
-        calls, self._calls = self._calls, []
         self.keep(Record(self.theta, calls, self.geometry, outputs, targets, arguments, loss))
         return None
 
-    def _ours(self, arguments: tuple[Any, ...]) -> bool:  # noqa: ARG002
-        """Whether the criterion was called on outputs of the recorded model."""
-        return bool(self._calls)
+    def _concerns(self, arguments: tuple[Any, ...]) -> bool:  # noqa: ARG002
+        """Whether a call of the criterion may be one to record."""
+        return True
+
+    def _calls_behind(self, arguments: tuple[Any, ...]) -> list[LayerCall] | None:  # noqa: ARG002
+        """The layers' calls that lead to what the criterion is called with."""
+        calls, self._calls = self._calls, []
+        return calls or None
 
     def _unrelated(self) -> None:
         """The criterion was called on something else than the model's outputs."""

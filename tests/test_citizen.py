@@ -415,9 +415,9 @@ def test_autocast(dtype: torch.dtype, curvature: str) -> None:
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=dtype):
             loss = criterion(model(x), y)
+        loss.backward()
         observed = optimizer._observer.observations[-1]
         assert torch.equal(optimizer._observer.evaluate(observed), loss.detach())
-        loss.backward()
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.3 * losses[0]

@@ -193,7 +193,7 @@ def noisy_problem(batch: int) -> tuple[nn.Module, Tensor, Tensor]:
     return net, x, y
 
 
-@pytest.mark.parametrize("batch", [4, 16])
+@pytest.mark.parametrize("batch", [8, 16])
 def test_small_batches_of_noise_do_not_lead_astray(batch: int) -> None:
     net, x, y = noisy_problem(batch)
     optimizer = gn.GaussNewton(net, nn.CrossEntropyLoss())
