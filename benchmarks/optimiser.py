@@ -25,7 +25,6 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import gaussnewton as gn
-from gaussnewton.demo import curves
 
 ENCODER = (1000, 500, 250, 30)
 
@@ -61,6 +60,18 @@ def mnist_images(folder: Path) -> tuple[Tensor, Tensor]:
 
 def mnist_labels(folder: Path) -> tuple[Tensor, Tensor]:
     return digits(folder), idx(folder / "train-labels-idx1-ubyte.gz")[:50_000].long()
+
+
+def curves(count: int, side: int) -> Tensor:
+    """Images of smooth curves that three random points bend, one image a row."""
+    axis = torch.linspace(-1, 1, side)
+    across, down = torch.meshgrid(axis, axis, indexing="ij")
+    first, middle, last = (1.6 * torch.rand(3, count, 1, 2) - 0.8).unbind()
+    s = torch.linspace(0, 1, 2 * side)[None, :, None]
+    points = (1 - s) ** 2 * first + 2 * s * (1 - s) * middle + s**2 * last
+    x, y = points[..., 0, None, None], points[..., 1, None, None]
+    distance = ((across - x) ** 2 + (down - y) ** 2).amin(1)
+    return torch.exp(-distance / 0.02).flatten(1)
 
 
 def drawn_curves(_: Path) -> tuple[Tensor, Tensor]:
