@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn
 
 import gaussnewton
@@ -72,7 +73,7 @@ def _parser() -> Parser:
         prog="gaussnewton",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=16),
     )
     parser.add_argument(
         "--version", action="version", version=f"gaussnewton {gaussnewton.__version__}"

@@ -1,19 +1,45 @@
 from __future__ import annotations
 
+import signal
+from pathlib import Path
+
 import pytest
 
 from gaussnewton.cli import main
+from gaussnewton.experiments.figures import load
+from gaussnewton.experiments.record import Line
+from gaussnewton.experiments.training import Training
 
 
-def test_demo_ends_below_adam(capsys) -> None:
-    from gaussnewton.demo import demo
+def test_demo_ends_below_adam(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gaussnewton.demo.demo.__defaults__", (40.0, 0, "demo-results", "tiny"))
+    assert main(["demo", "--seconds", "0.4", "--out", str(tmp_path / "page")]) == 0
+    said = capsys.readouterr().out
+    assert "All as promised." in said
+    assert said.splitlines()[-1] == f"The page: {tmp_path / 'page' / 'index.html'}"
+    assert {path.name for path in (tmp_path / "page").iterdir()} == {
+        "curves.json", "curves.png", "curves.svg", "index.html"
+    }  # fmt: skip
+    result = load(tmp_path / "page" / "curves.json")
+    adam, ours = result["problems"][0]["runs"]
+    assert (adam["method"], adam["setting"], ours["method"]) == ("adam", "default", "gaussnewton")
+    assert ours["points"][-1][2] < adam["points"][-1][2]
+    page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
+    assert "claims" not in page.split("</style>")[1]
 
-    losses = demo(updates=60, seed=0)
-    ours = [h[-1] for name, h in losses.items() if "gn." in name]
-    theirs = [h[-1] for name, h in losses.items() if "Adam" in name]
-    assert (len(ours), len(theirs)) == (2, 3)
-    assert max(ours) < min(theirs)
-    assert "All as promised." in capsys.readouterr().out
+
+def test_ctrl_c_ends_the_demo(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Training.step
+
+    def interrupted(training: Training) -> Line:
+        signal.raise_signal(signal.SIGINT)
+        return step(training)
+
+    monkeypatch.setattr(Training, "step", interrupted)
+    monkeypatch.setattr("gaussnewton.demo.demo.__defaults__", (40.0, 0, "demo-results", "tiny"))
+    assert main(["demo", "--out", str(tmp_path)]) == 130
+    assert "Adam: stopped after 1 updates" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
 
 
 def test_version(capsys) -> None:
@@ -23,7 +49,7 @@ def test_version(capsys) -> None:
     assert capsys.readouterr().out.startswith("gaussnewton ")
 
 
-@pytest.mark.parametrize("arguments", [[], ["demo", "--updates", "none"], ["paint"]])
+@pytest.mark.parametrize("arguments", [[], ["demo", "--seconds", "none"], ["paint"]])
 def test_bad_arguments_get_a_sentence(arguments: list[str], capsys) -> None:
     with pytest.raises(SystemExit) as end:
         main(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -175,7 +176,7 @@ class Reproduction:
             result = alignment.compute(
                 what.network(self.seed), what.criterion(), batches,
                 title=name.upper(), updates=sorted({t for t in ALIGNED_AT if t < most} | {most}),
-                budget=text, stop=self._until(lambda: stop.asked), progress=True,
+                budget=text, stop=self._until(lambda: stop.asked), progress=sys.stderr.isatty(),
             )  # fmt: skip
             asked_to_stop = stop.asked
         if result["updates"]:
