@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import NoReturn
 
 import gaussnewton
@@ -73,10 +72,10 @@ def _parser() -> Parser:
         prog="gaussnewton",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=16),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--version", action="version", version=f"gaussnewton {gaussnewton.__version__}"
+        "-V", "--version", action="version", version=f"gaussnewton {gaussnewton.__version__}"
     )
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", required=True, title="commands"

@@ -10,7 +10,7 @@ from gaussnewton.experiments.commands.options import STOPPED, typed
 from gaussnewton.experiments.parsing import positive, whole
 from gaussnewton.experiments.stopping import Stopped
 
-SUMMARY = "a first look: an autoencoder of the paper by gn.GaussNewton and by Adam"
+SUMMARY = "a first look: one of the paper's networks by us and by Adam"
 DESCRIPTION = """\
 Train the paper's CURVES autoencoder by Adam and by gn.GaussNewton, check the curvature of a small
 network against plain autograd, and make a page with the figure. It takes less than two minutes on

@@ -1,0 +1,44 @@
+"""The demonstration, on a small network and for a moment."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from gaussnewton.cli import main
+from gaussnewton.experiments.figures import load
+from gaussnewton.experiments.record import Line
+from gaussnewton.experiments.training import Training
+
+
+def test_demo_ends_below_adam(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gaussnewton.demo.demo.__defaults__", (40.0, 0, "demo-results", "tiny"))
+    assert main(["demo", "--seconds", "0.4", "--out", str(tmp_path / "page")]) == 0
+    said = capsys.readouterr().out
+    assert "All as promised." in said
+    assert said.splitlines()[-1] == f"The page: {tmp_path / 'page' / 'index.html'}"
+    assert {path.name for path in (tmp_path / "page").iterdir()} == {
+        "curves.json", "curves.png", "curves.svg", "index.html"
+    }  # fmt: skip
+    result = load(tmp_path / "page" / "curves.json")
+    adam, ours = result["problems"][0]["runs"]
+    assert (adam["method"], adam["setting"], ours["method"]) == ("adam", "default", "gaussnewton")
+    assert ours["points"][-1][2] < adam["points"][-1][2]
+    page = (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
+    assert "claims" not in page.split("</style>")[1]
+
+
+def test_ctrl_c_ends_the_demo(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Training.step
+
+    def interrupted(training: Training) -> Line:
+        signal.raise_signal(signal.SIGINT)
+        return step(training)
+
+    monkeypatch.setattr(Training, "step", interrupted)
+    monkeypatch.setattr("gaussnewton.demo.demo.__defaults__", (40.0, 0, "demo-results", "tiny"))
+    assert main(["demo", "--out", str(tmp_path)]) == 130
+    assert "Adam: stopped after 1 updates" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
