@@ -56,6 +56,8 @@ class Reproduction:
 
     def __post_init__(self) -> None:
         self._read: Any = lru_cache(maxsize=1)(self._data)
+        # The figure of the CPU shows the same runs as others.
+        self._lines: Any = lru_cache(maxsize=None)(self._lines_of)
 
     def make(self, name: str) -> list[Path]:
         """Make a figure by its name; returns the drawings as PNG.
@@ -87,7 +89,7 @@ class Reproduction:
 
     # Runs
 
-    def _lines(self, name: str) -> tuple[list[dict[str, Any]], str]:
+    def _lines_of(self, name: str) -> tuple[list[dict[str, Any]], str]:
         """All runs of a problem, as a figure wants them, and what Adam's settings are."""
         lines = [drawn(self._run(name, e.text), e, self.budget) for e in entries(name)]
         default = self._run(name, ADAM.text)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gaussnewton.cli import main
 from gaussnewton.experiments.figures import load
+from gaussnewton.experiments.problems import PROBLEMS
 from gaussnewton.experiments.record import Line
 from gaussnewton.experiments.training import Training
 
 
-def test_demo_ends_below_adam(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gaussnewton.demo.demo.__defaults__", (40.0, 0, "demo-results", "tiny"))
+@pytest.fixture(autouse=True)
+def _a_small_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PROBLEMS, "curves", replace(PROBLEMS["tiny"], name="curves"))
+
+
+def test_demo_ends_below_adam(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["demo", "--seconds", "0.4", "--out", str(tmp_path / "page")]) == 0
     said = capsys.readouterr().out
     assert "All as promised." in said
@@ -30,7 +36,9 @@ def test_demo_ends_below_adam(tmp_path: Path, capsys, monkeypatch: pytest.Monkey
     assert "claims" not in page.split("</style>")[1]
 
 
-def test_ctrl_c_ends_the_demo(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_the_demo(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step = Training.step
 
     def interrupted(training: Training) -> Line:
@@ -38,7 +46,6 @@ def test_ctrl_c_ends_the_demo(tmp_path: Path, capsys, monkeypatch: pytest.Monkey
         return step(training)
 
     monkeypatch.setattr(Training, "step", interrupted)
-    monkeypatch.setattr("gaussnewton.demo.demo.__defaults__", (40.0, 0, "demo-results", "tiny"))
     assert main(["demo", "--out", str(tmp_path)]) == 130
     assert "Adam: stopped after 1 updates" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
