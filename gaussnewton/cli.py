@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -18,10 +19,12 @@ from, Practical Gauss-Newton Optimisation for Deep Learning (Botev, Ritter, Barb
 """
 EPILOG = """\
 examples:
-  gaussnewton demo                                  a first look, in seconds
+  gaussnewton demo                                  a first look, in two minutes
   gaussnewton train tiny default                    train a small network, recorded in runs/
   gaussnewton compare tiny default adam --updates 100
   gaussnewton train mnist kfra --data ~/mnist       the paper's MNIST autoencoder
+  gaussnewton reproduce curves --seconds 60         a figure of the paper, on a budget
+  gaussnewton claims --data ~/files                 the paper's claims, checked in an hour
   gaussnewton COMMAND --help                        all about a command
 
 environment:
@@ -47,6 +50,8 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     options = _parser().parse_args(arguments)
+    # What to type to go on with what was stopped.
+    options.typed = shlex.join(["gaussnewton", *(sys.argv[1:] if arguments is None else arguments)])
     name = f"gaussnewton {options.command}"
     try:
         return command(options.command).run(options)
@@ -70,7 +75,7 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--version", action="version", version=f"gaussnewton {gaussnewton.__version__}"
+        "-V", "--version", action="version", version=f"gaussnewton {gaussnewton.__version__}"
     )
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", required=True, title="commands"

@@ -1,103 +1,139 @@
-"""A small demonstration on generated data."""
+"""A first look: the paper's CURVES autoencoder, by ``gn.GaussNewton`` and by Adam."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import pairwise
-
-import torch
-from tabulate import tabulate
-from torch import Tensor, nn
+import time
+from pathlib import Path
+from typing import Any
 
 from gaussnewton.diagnostics import verify
-from gaussnewton.optimizer import GaussNewton
-from gaussnewton.settings import PAPER
+from gaussnewton.experiments.config import Config, configure
+from gaussnewton.experiments.extra import require
+from gaussnewton.experiments.figures import FIGURES
+from gaussnewton.experiments.figures.progress import final_loss
+from gaussnewton.experiments.live import Bar, Lines, watcher
+from gaussnewton.experiments.problems import Data, problem
+from gaussnewton.experiments.record import Line, Result
+from gaussnewton.experiments.report import report
+from gaussnewton.experiments.stopping import Stopped, stopping
+from gaussnewton.experiments.training import Training, due
 
-Batch = tuple[Tensor, Tensor]
-Losses = list[float]
+EVALUATED = 2000
+"""So many of the training data: with all 10,000 a third of the time would be spent evaluating."""
+
+LONGEST = 1.2
+"""A method ends after so many times its seconds in all, evaluation included, on a busy machine."""
+
+ADAM, OURS = "adam:rate=0.001", "default"
+DRAWN = {
+    ADAM: ("Adam 1e-3", "adam", "adam"),
+    OURS: ("gn.GaussNewton", "gaussnewton", "gaussnewton"),
+}
+"""Titles, lines and names."""
 
 
-def demo(updates: int = 100, seed: int = 0) -> dict[str, Losses]:
-    """Train a small autoencoder of generated curves in several ways, then check its curvature.
+def demo(
+    seconds: float = 40.0, seed: int = 0, out: str | Path = "demo-results", name: str = "curves"
+) -> dict[str, Any]:
+    """Train the paper's CURVES autoencoder by Adam and by our default, and make a page of it.
 
-    Prints a table of losses and the table of :func:`~gaussnewton.verify`.
+    Args:
+        seconds: in the updates of each of the two; a fifth more with evaluation, at most.
+        seed: of the network and the batches.
+        out: the folder for the figure and the page, ``index.html``.
+        name: another autoencoder of :data:`~gaussnewton.experiments.problems.PROBLEMS`.
 
     Returns:
-        The loss before each update and after the last, for each way.
+        The figure's result.
+
+    Raises:
+        Stopped: after Ctrl-C.
 
     Example:
-        >>> import contextlib, io, gaussnewton.demo
-        >>> with contextlib.redirect_stdout(io.StringIO()):
-        ...     losses = gaussnewton.demo.demo(updates=2)
-        >>> [len(history) for history in losses.values()]
-        [3, 3, 3, 3, 3]
+        >>> import contextlib, io, tempfile, gaussnewton.demo
+        >>> with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(io.StringIO()):
+        ...     result = gaussnewton.demo.demo(seconds=0.1, out=out, name="tiny")
+        >>> [run["title"] for run in result["problems"][0]["runs"]]
+        ['Adam 1e-3', 'gn.GaussNewton']
     """
-    torch.manual_seed(seed)
-    images = curves(500, side=12)
-    batch, criterion = (images, images), nn.BCEWithLogitsLoss()
-    start = autoencoder([144, 64, 32, 8, 32, 64, 144])
-    makers: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-        f"Adam {rate:g}": partial(_adam, rate=rate) for rate in (1e-3, 1e-2, 3e-2)
-    }
-    makers["gn.PAPER"] = lambda model: GaussNewton(model, criterion, **PAPER)
-    makers["gn.GaussNewton"] = lambda model: GaussNewton(model, criterion)
+    for module in ("matplotlib", "jinja2"):
+        require(module, "the demonstration")
+    what, shown = problem(name), watcher()
     print(
-        "500 generated images of curves, 12 x 12; autoencoder 144-64-32-8-32-64-144, tanh;\n"
-        f"{updates} updates on the whole batch. Cross-entropy per pixel after some of them:\n"
+        f"{what.title}, {what.architecture()}, batches of {what.batch}:\n"
+        f"{seconds:g} s of updates by Adam and by gn.GaussNewton, which has nothing to tune.\n"
+        f"Loss: {what.shown}.\n",
+        flush=True,
     )
-    losses, model = {}, start
-    shown = sorted({0, updates // 10, updates // 5, updates // 2, updates})
-    for name, make in makers.items():
-        model = copy.deepcopy(start)
-        losses[name] = train(model, criterion, make(model), batch, updates)
-    rows = [[name, *(f"{history[i]:.4f}" for i in shown)] for name, history in losses.items()]
-    print(tabulate(rows, ["update", *map(str, shown)], disable_numparse=True))
-    print("\nThe curvature blocks of the network trained last, beside the exact ones:\n")
-    verify(model, criterion, batch)
-    return losses
+    data = what.data(None)
+    configs = {text: configure(name, text, seed=seed, seconds=seconds) for text in DRAWN}
+    lines = {text: _train(config, data, shown) for text, config in configs.items()}
+    runs = [_drawn(text, found) for text, found in lines.items()]
+    print(f"\n{_comparison(*runs)}\n\nThe curvature of a small network, beside plain autograd:\n")
+    _verify(seed)
+    kind = FIGURES["curves"]
+    result = kind.compute(
+        [{"title": what.title, "runs": runs}],
+        budget=f"at most {seconds:g} s of updates a method",
+        note=f"The loss is that of {EVALUATED:,} training images; for gn.GaussNewton with averaged "
+        "parameters.",
+    )
+    kind.save(result, out)
+    page = report(out, title="gaussnewton: a first look", claims=())
+    print(f"\nThe page: {page}")
+    return result
 
 
-def curves(count: int, side: int) -> Tensor:
-    """Images of smooth curves that three random points bend, one image a row."""
-    axis = torch.linspace(-1, 1, side)
-    across, down = torch.meshgrid(axis, axis, indexing="ij")
-    first, middle, last = (1.6 * torch.rand(3, count, 1, 2) - 0.8).unbind()
-    s = torch.linspace(0, 1, 2 * side)[None, :, None]
-    points = (1 - s) ** 2 * first + 2 * s * (1 - s) * middle + s**2 * last
-    x, y = points[..., 0, None, None], points[..., 1, None, None]
-    distance = ((across - x) ** 2 + (down - y) ** 2).amin(1)
-    return torch.exp(-distance / 0.02).flatten(1)
+def _train(config: Config, data: Data, shown: Bar | Lines) -> list[Line]:
+    """A run as the experiments have it, evaluated on fewer data and recorded nowhere."""
+    training = Training(config, data)
+    x, y = training.evaluated
+    training.evaluated = x[:EVALUATED], y[:EVALUATED]
+    shown.begin(config, 0, 0.0)
+    lines = [training.start() | training.evaluate()]
+    assert config.seconds is not None
+    latest = time.monotonic() + LONGEST * config.seconds
+    with stopping() as stop:
+        over = False
+        while not stop.asked and not over:
+            line = training.step()
+            over = config.spent(training.update, training.seconds) or time.monotonic() > latest
+            if due(training.update) or over:
+                line |= training.evaluate()
+                lines.append(line)
+            shown.line(line)
+        status = "stopped" if stop.asked else "finished"
+    last = lines[-1]
+    shown.end(
+        Result(status, training.update, training.seconds, last["loss"], last.get("averaged_loss"))
+    )
+    if status == "stopped":
+        raise Stopped
+    return lines
 
 
-def autoencoder(sizes: Sequence[int]) -> nn.Sequential:
-    """Linear layers of these sizes with tanh between."""
-    layers: list[nn.Module] = []
-    for a, b in pairwise(sizes):
-        layers += [nn.Linear(a, b), nn.Tanh()]
-    return nn.Sequential(*layers[:-1])
+def _drawn(text: str, lines: list[Line]) -> dict[str, Any]:
+    title, style, method = DRAWN[text]
+    points = [[at["update"], at["seconds"], at.get("averaged_loss", at["loss"])] for at in lines]
+    setting = "default" if method == "adam" else ""
+    return {"title": title, "style": style, "method": method, "setting": setting,
+            "points": points, "window": 1}  # fmt: skip
 
 
-def train(
-    model: nn.Module,
-    criterion: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Batch,
-    updates: int,
-) -> Losses:
-    """An ordinary loop, the same for every optimiser."""
-    x, y = batch
-    history = []
-    for _ in range(updates):
-        optimizer.zero_grad()
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-        history.append(loss.item())
-    history.append(criterion(model(x), y).item())
-    return history
+def _comparison(adam: dict[str, Any], ours: dict[str, Any]) -> str:
+    """When ours was where Adam ended."""
+    theirs, end = final_loss(adam), adam["points"][-1]
+    there = next((p for p in ours["points"] if p[2] <= theirs), None)
+    if there is None:
+        return f"Adam ends at {theirs:.4g}, gn.GaussNewton at {final_loss(ours):.4g}."
+    return (
+        f"Adam ends at {theirs:.4g}, after {end[0]} updates and {end[1]:.1f} s. gn.GaussNewton is "
+        f"there\nafter {there[0]} updates and {there[1]:.1f} s, and ends at {final_loss(ours):.4g}."
+    )
 
 
-def _adam(model: nn.Module, rate: float) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=rate)
+def _verify(seed: int) -> None:
+    small = problem("tiny")
+    x, _ = small.data(None)
+    x = x[:100].double()
+    verify(small.network(seed).double(), small.criterion(), (x, x), ["kflr", "kfra"])

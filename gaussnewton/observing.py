@@ -106,6 +106,7 @@ class ObservingOptimizer(Optimizer):
             observations = self._observer.take()
         progress = Progress(**self.param_groups[0]["progress"])
         if self._overflowed(observations):
+            self._diagnostics = {}
             self._count_skipped(progress)
             return loss
         gradient = self._gradient()
@@ -114,6 +115,7 @@ class ObservingOptimizer(Optimizer):
             self._prime()
             return loss
         before = self._objective([o.loss for o in observations], observations)
+        self._diagnostics = {"loss": before}
         if self._usable(before, gradient):
             progress.t += 1
             progress.skipped_in_a_row = 0
@@ -324,8 +326,9 @@ class ObservingOptimizer(Optimizer):
 
         ``loss`` before the step, the ``predicted`` and, where it was looked at, the
         ``actual`` change and ρ; τ, γ, α, momentum, each layer's scale; how many steps were
-        refused and skipped; and the seconds of each phase. Numbers are fetched only when this
-        is read.
+        refused and skipped; and the seconds of each phase. Where a step was skipped, or the one
+        before it taken back instead, there are only the loss, damping and counters. Numbers are
+        fetched only when this is read.
         """
         return {key: _plain(value) for key, value in self._diagnostics.items()} | {
             "seconds": self._watch.seconds()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -114,6 +116,26 @@ def test_skips_what_is_not_finite_and_gives_up_in_the_end() -> None:
     assert optimizer.param_groups[0]["progress"]["skipped"] == 2
     with pytest.raises(gn.errors.NonFiniteError, match="3 steps in a row"):
         train(optimizer, bad, y, 3)
+
+
+OF_NO_STEP = {"loss", "t", "tau", "gamma", "noise", "refused", "skipped", "mended", "seconds"}
+"""What diagnostics say where no step was chosen."""
+
+
+@pytest.mark.parametrize("make", [gn.GaussNewton, gn.HessianFree])
+def test_a_skipped_step_has_no_numbers_of_the_one_before(make: Callable) -> None:
+    net, x, y = problem()
+    optimizer = make(net, nn.MSELoss())
+    train(optimizer, x, y, 1)
+    good = optimizer.diagnostics
+    assert {"rho", "predicted"} < set(good)
+    train(optimizer, x * float("nan"), y, 1)
+    found = optimizer.diagnostics
+    assert set(found) == OF_NO_STEP
+    assert math.isnan(found["loss"])
+    assert (found["skipped"], found["t"], found["tau"]) == (1, good["t"], good["tau"])
+    train(optimizer, x, y, 1)
+    assert {"rho", "predicted"} < set(optimizer.diagnostics)
 
 
 def test_refuses_a_step_that_raises_the_loss() -> None:
@@ -233,8 +255,10 @@ def test_takes_back_a_step_that_a_fresh_batch_finds_to_have_failed(times: float)
             state["update"] *= times
     tau = optimizer.diagnostics["tau"]
     train(optimizer, x[60:], y[60:], 1)
-    assert optimizer.diagnostics["refused"] == 1
-    assert optimizer.diagnostics["tau"] > tau
+    found = optimizer.diagnostics
+    assert set(found) == OF_NO_STEP
+    assert (found["refused"], found["t"]) == (1, 4)
+    assert found["tau"] > tau
     for p, q in zip(net.parameters(), before, strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-14 * times)
     found = optimizer.averaged_parameters()
@@ -252,6 +276,7 @@ def test_goes_back_to_the_average_where_it_is_far_better() -> None:
         net.layers[-1].weight.mul_(50)
     train(optimizer, x, y, 1)
     assert optimizer.diagnostics["refused"] == 1
+    assert set(optimizer.diagnostics) == OF_NO_STEP
     for key, p in net.named_parameters():
         torch.testing.assert_close(p.detach(), average[key])
 

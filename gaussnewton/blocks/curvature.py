@@ -102,7 +102,7 @@ class Curvature(Mapping[str, Block]):
         return torch.block_diag(*(block.dense() for block in self.values()))
 
     def average(self, newer: Curvature, decay: float = 0.9) -> Curvature:
-        """The running average decay · self + (1 − decay) · newer (section 4)."""
+        """The running average decay · self + (1 − decay) · newer (section 5)."""
         self._check_alike(newer)
         blocks = {name: block.average(newer[name], decay) for name, block in self.items()}
         return Curvature(blocks, self.theta, data=newer.data, weight=newer.weight)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal
 
-from gaussnewton.experiments.figures.progress import smoothed
+from gaussnewton.experiments.figures.progress import smoothed, window_of
 
 Outcome = Literal["held", "not held", "not measured"]
 Results = Mapping[str, dict[str, Any]]
@@ -21,6 +21,9 @@ Run = dict[str, Any]
 
 DATA_SETS = ("curves", "faces", "mnist")
 SECOND_ORDER = ("kfra", "kfac")
+KINDS = ("layers", "whole")
+MOST_RESIDUAL = 0.1
+"""Of a reference step that may be compared with."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ def beats_adam_by_update(results: Results) -> Verdict:
     """KFRA and KFAC each reach a lower loss than tuned Adam after the same number of updates.
 
     On each of the three data sets: U is the last update that all three have, the loss of a run
-    at U the mean of its last ten points up to U, that of a method the lowest of its runs. Held
+    at U that of its last point up to U (the mean of its last ten, where losses are those of
+    batches), that of a method the lowest of its runs. Held
     if both methods' losses are lower than that of the Adam run with setting "tuned", everywhere.
     """
     return _everywhere(results, lambda result: _against_adam(result, column=0))
@@ -92,36 +96,58 @@ def kfra_aligns_better(results: Results) -> Verdict:
 
     For every measured trajectory and both inversions: the mean over its points, and over layers,
     of the cosine with the block-diagonal step; and the mean over its points of the cosine of the
-    whole vector with the full step. Held if each of these means is higher for KFRA. Reference
-    steps that did not converge are named.
+    whole vector with the full step. Held if each of these means is higher for KFRA. Points whose
+    reference step has a relative residual above 0.1 are left out: a cosine with a step that is
+    not the exact one tells nothing. A trajectory with no point left was not measured.
     """
     found = [(name, r) for name, r in results.items() if r.get("figure") == "alignment"]
-    held, sentences = True, []
+    held, sentences, measured = True, [], 0
     for name, result in found:
-        parts = []
-        for star in ("", "*"):
-            if not all(f"{method}{star}" in result["whole"] for method in SECOND_ORDER):
-                continue
-            layers = [_mean_of_layers(result, f"{method}{star}") for method in SECOND_ORDER]
-            whole = [_mean(result["whole"][f"{method}{star}"]) for method in SECOND_ORDER]
-            held &= layers[0] > layers[1] and whole[0] > whole[1]
-            parts.append(
-                f"{'factored' if star else 'exact'} inversion: layers {layers[0]:.3f} against "
-                f"{layers[1]:.3f}, whole {whole[0]:.3f} against {whole[1]:.3f}"
-            )
-        if parts:
-            if not all(result["converged"]):
-                parts.append("not all reference steps converged")
-            sentences.append(f"{result.get('title') or name}: {'; '.join(parts)}.")
-    if not sentences:
-        return Verdict("not measured", "No alignment of KFRA and KFAC was measured.")
+        parts = _alignments(result)
+        measured += bool(parts)
+        held &= all(better for better, _ in parts)
+        said = "; ".join(sentence for _, sentence in parts) or "no reference step converged"
+        left_out = sum(r > MOST_RESIDUAL for key in KINDS for r in _residuals(result, key))
+        if parts and left_out:
+            said += f"; {left_out} reference steps did not converge and are left out"
+        sentences.append(f"{result.get('title') or name}: {said}.")
+    if not measured:
+        none = "No alignment of KFRA and KFAC was measured."
+        return Verdict("not measured", " ".join([none, *sentences]))
     return Verdict("held" if held else "not held", " ".join(sentences))
+
+
+def _alignments(result: dict[str, Any]) -> list[tuple[bool, str]]:
+    """For each inversion whether KFRA is better on both counts, and the numbers."""
+    good = {key: [r <= MOST_RESIDUAL for r in _residuals(result, key)] for key in KINDS}
+    steps = [[f"{method}{star}" for method in SECOND_ORDER] for star in ("", "*")]
+    if not all(any(each) for each in good.values()):
+        return []
+    found = []
+    for pair in steps:
+        if all(step in result["whole"] for step in pair):
+            layers = [
+                fmean(_mean(cosines[step], good["layers"]) for cosines in result["layers"].values())
+                for step in pair
+            ]
+            whole = [_mean(result["whole"][step], good["whole"]) for step in pair]
+            sentence = (
+                f"{'factored' if pair[0].endswith('*') else 'exact'} inversion: layers "
+                f"{layers[0]:.3f} against {layers[1]:.3f}, whole {whole[0]:.3f} against "
+                f"{whole[1]:.3f}"
+            )
+            found.append((layers[0] > layers[1] and whole[0] > whole[1], sentence))
+    return found
+
+
+def _residuals(result: dict[str, Any], key: str) -> list[float]:
+    return [math.inf if r is None else float(r) for r in result["residuals"][key]]
 
 
 def kfac_like_kflr(results: Results) -> Verdict:
     """On the mixture, KFAC's loss stays near KFLR's all along.
 
-    At the updates that both have, with losses averaged over ten points: the median of
+    At the updates that both have, with losses averaged as they are drawn: the median of
     |ln(KFAC / KFLR)| is at most a tenth of ln(first / last) of KFLR, the progress it makes. Of
     several runs of a method, that which ends lowest.
     """
@@ -130,7 +156,8 @@ def kfac_like_kflr(results: Results) -> Verdict:
     if len(pair) < 2 or not all(pair):
         return Verdict("not measured", "KFAC and KFLR were not both run on the mixture.")
     kfac, kflr = (
-        {p[0]: p[2] for p in smoothed(min(runs, key=_last)["points"]) if p[2] > 0} for runs in pair
+        {p[0]: p[2] for p in smoothed(run["points"], window_of(run)) if p[2] > 0}
+        for run in (min(runs, key=_last) for runs in pair)
     )
     shared = sorted(kfac.keys() & kflr.keys())
     if len(shared) < 2:
@@ -298,9 +325,9 @@ def _best(runs: list[Run], end: float, column: int) -> float:
 
 
 def _loss_at(run: Run, end: float, column: int) -> float:
-    """The mean of the last ten losses up to an update or second; infinite if it is no number."""
+    """The averaged loss of a run at an update or second; infinite if it is no number."""
     points = [p for p in run["points"] if p[column] <= end]
-    value = smoothed(points)[-1][2] if points else math.inf
+    value = smoothed(points, window_of(run))[-1][2] if points else math.inf
     return value if math.isfinite(value) else math.inf
 
 
@@ -308,13 +335,9 @@ def _last(run: Run) -> float:
     return _loss_at(run, math.inf, 0)
 
 
-def _mean(values: list[float | None]) -> float:
-    known = [v for v in values if v is not None]
+def _mean(values: list[float | None], kept: list[bool]) -> float:
+    known = [v for v, keep in zip(values, kept, strict=True) if keep and v is not None]
     return fmean(known) if known else math.nan
-
-
-def _mean_of_layers(result: dict[str, Any], step: str) -> float:
-    return fmean(_mean(cosines[step]) for cosines in result["layers"].values())
 
 
 def _number(value: float) -> str:

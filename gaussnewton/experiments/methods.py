@@ -1,4 +1,4 @@
-"""How a network is trained in the paper's experiments (section 4), by name."""
+"""How a network is trained in the paper's experiments (section 5), by name."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Method:
     def rate(self, update: int) -> float | None:
         """The learning rate of an update, the first being 0; None if the method has none.
 
-        It is halved every ``decay`` updates (section 4.1).
+        It is halved every ``decay`` updates (section 5.1).
 
         Example:
             >>> from gaussnewton.experiments.methods import method

@@ -1,4 +1,4 @@
-"""What is trained in the paper's experiments (section 4), by name."""
+"""What is trained in the paper's experiments (section 5), by name."""
 
 from __future__ import annotations
 

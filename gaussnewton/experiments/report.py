@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,13 @@ class Ending:
     milliseconds: float
 
 
-def report(folder: str | Path, output: str | Path | None = None, *, title: str = "") -> Path:
+def report(
+    folder: str | Path,
+    output: str | Path | None = None,
+    *,
+    title: str = "",
+    claims: Sequence[Claim] = CLAIMS,
+) -> Path:
     """Make a page of all results in a folder.
 
     Reads every ``*.json`` that a figure was saved as, and the SVG beside it; where that is
@@ -53,6 +60,7 @@ def report(folder: str | Path, output: str | Path | None = None, *, title: str =
             wrote results.
         output: the page; by default ``index.html`` in the folder.
         title: a heading.
+        claims: to be judged by the results; none are shown where there are none.
 
     Returns:
         The path of the page.
@@ -76,7 +84,7 @@ def report(folder: str | Path, output: str | Path | None = None, *, title: str =
         raise DataError(f"{folder} holds no saved result of a figure.")
     page = render(
         figures=[_shown(name, result, folder) for name, result in results.items()],
-        verdicts=[(claim, claim.judge(results)) for claim in CLAIMS],
+        verdicts=[(claim, claim.judge(results)) for claim in claims],
         endings=endings(results),
         tables=[load(path) for path in sorted(folder.glob("*.table.json"))],
         title=title or "Practical Gauss-Newton: the paper's experiments, measured again",

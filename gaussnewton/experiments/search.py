@@ -1,4 +1,4 @@
-"""The paper's search for the best first-order method (section 4.1)."""
+"""The paper's search for the best first-order method (section 5.1)."""
 
 from __future__ import annotations
 

@@ -10,6 +10,10 @@ from types import FrameType
 from typing import Any
 
 
+class Stopped(Exception):  # noqa: N818
+    """Somebody asked to stop, and it has stopped, with everything saved."""
+
+
 class Stop:
     """Whether somebody asked to stop."""
 

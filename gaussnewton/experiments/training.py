@@ -21,7 +21,7 @@ EVALUATED = 10_000
 
 COUNTERS = ("refused", "skipped", "mended")
 STEP = ("rho", "alpha", "momentum", "predicted", "actual", "iterations")
-"""What an optimiser says of the step it took; it says nothing new where it took none."""
+"""What an optimiser says of a step it chose; it says nothing of the kind where it chose none."""
 
 
 class Training:
@@ -43,7 +43,6 @@ class Training:
         self.batches = Batches(x, y, config.batch, config.seed)
         self.evaluated = x[:EVALUATED], (x if y is None else y)[:EVALUATED]
         self.update, self.seconds = 0, 0.0
-        self._counters = dict.fromkeys(COUNTERS, 0)
 
     def step(self) -> Line:
         """One update; only it is timed, not the making of the batch."""
@@ -89,21 +88,15 @@ class Training:
         if not self.method.second_order:
             return {}
         said = self._observing().diagnostics
-        counters = {key: said.get(key, 0) for key in COUNTERS}
-        # An optimiser that took back a step, or skipped one, still shows the numbers of the one
-        # before it; after a resume it would show none.
-        taken = all(counters[key] == self._counters[key] for key in ("refused", "skipped"))
-        self._counters = counters
-        keys = ("tau", "gamma", "noise", *(STEP if taken else ()))
+        keys = ("tau", "gamma", "noise", *STEP)
         found = {key: said[key] for key in keys if said.get(key) is not None}
-        return found | {key: value for key, value in counters.items() if value}
+        return found | {key: said[key] for key in COUNTERS if said.get(key)}
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on bit for bit: plain values and tensors."""
         return {
             "update": self.update,
             "seconds": self.seconds,
-            "counters": dict(self._counters),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "batches": self.batches.state_dict(),
@@ -113,7 +106,6 @@ class Training:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self.update, self.seconds = state["update"], state["seconds"]
-        self._counters = dict(state["counters"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.batches.load_state_dict(state["batches"])

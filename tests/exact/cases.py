@@ -36,7 +36,7 @@ def filled(model: nn.Module) -> nn.Module:
 
 
 class Mixture(nn.Module):
-    """The mixture of two binary classifiers of section 4.2 of the paper."""
+    """The mixture of two binary classifiers of section 5.2 of the paper."""
 
     def __init__(self, reduction: str = "mean") -> None:
         super().__init__()

@@ -54,7 +54,7 @@ def test_each_position_is_a_categorical_variable():
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_mixture_differs_from_gauss_newton(reduction, bias):
-    """Section 4.2: the model is of no exponential family."""
+    """Section 5.2: the model is of no exponential family."""
     model, criterion = mlp((3, 4, 3), bias=bias), Mixture(reduction)
     y = torch.tensor([0.0, 1, 1, 0, 1], dtype=F64)
     F, G = (f(model, criterion, (X, y)) for f in (exact.fisher, exact.gauss_newton))

@@ -94,7 +94,8 @@ def aligned(layer: float, whole: float, **changes: Any) -> dict[str, Any]:
     """KFRA at the given cosines, KFAC at a half, for both inversions."""
     steps = {"kfra": layer, "kfra*": layer, "kfac": 0.5, "kfac*": 0.5}
     return {
-        "figure": "alignment", "title": "CURVES", "converged": [True, True],
+        "figure": "alignment", "title": "CURVES",
+        "residuals": {"layers": [0.01, 0.1], "whole": [0.1, 0.0]},
         "layers": {"0": {step: [v, v] for step, v in steps.items()}},
         "whole": {step: [whole if "kfra" in step else 0.5] * 2 for step in steps}, **changes,
     }  # fmt: skip
@@ -107,12 +108,26 @@ def test_kfra_aligns_better() -> None:
     assert judge({"a": aligned(0.6, 0.4)}).outcome == "not held"
     assert judge({"a": aligned(0.6, 0.7), "b": aligned(0.6, 0.4)}).outcome == "not held"
     assert "layers 0.600 against 0.500, whole 0.700" in judge({"a": aligned(0.6, 0.7)}).sentence
-    few = judge({"a": aligned(0.6, 0.7, converged=[True, False])})
-    assert "not all reference steps converged" in few.sentence
     assert judge({}).outcome == "not measured"
     one_star = aligned(0.6, 0.7)
-    one_star["whole"]["kfra*"] = [0.7, 0.1, None]  # a cosine that is no number is left out
+    one_star["whole"]["kfra*"] = [0.4, None]  # a cosine that is no number is left out
     assert judge({"a": one_star}).outcome == "not held"
+
+
+def test_alignment_with_steps_that_are_not_exact_is_not_judged() -> None:
+    judge = claims.kfra_aligns_better
+    far = {"layers": [0.01, 0.01], "whole": [0.11, None]}
+    lost = aligned(0.6, 0.4, residuals=far)
+    verdict = judge({"a": lost})
+    assert verdict.outcome == "not measured"
+    assert "CURVES: no reference step converged." in verdict.sentence
+    assert judge({"a": lost, "b": aligned(0.6, 0.7)}).outcome == "held"
+    half = aligned(0.6, 0.7, residuals={"layers": [0.01, 0.01], "whole": [0.01, 0.2]})
+    half["whole"]["kfra"] = [0.7, -1.0]  # of the point that is left out
+    found = judge({"a": half})
+    assert found.outcome == "held"
+    assert "whole 0.700 against 0.500" in found.sentence
+    assert "1 reference steps did not converge and are left out" in found.sentence
 
 
 def mixture(factor: float) -> dict[str, Any]:
@@ -186,3 +201,14 @@ def test_nothing_measured_and_every_test_says_what_it_compares() -> None:
         assert claim.judge({}).sentence.endswith(".")
         assert claim.test.__doc__
     assert len({claim.statement for claim in CLAIMS}) == len(CLAIMS) == 8
+
+
+def test_losses_of_much_data_are_not_averaged() -> None:
+    """A run whose window is one counts with its last loss alone."""
+    falling = run("kfra", 40.0)
+    falling["points"][-1][2] = 1.0
+    others = run("kfac", 45.0), ADAM
+    wide = claims.beats_adam_by_update(results(falling, *others))
+    narrow = claims.beats_adam_by_update(results({**falling, "window": 1}, *others))
+    assert "KFRA 36.1" in wide.sentence
+    assert "KFRA 1," in narrow.sentence

@@ -299,13 +299,13 @@ def test_evaluation_takes_no_training_time(tmp_path: Path, monkeypatch: pytest.M
 
     def slowly(training: Training) -> Line:
         naps.append(training.update)
-        time.sleep(0.2)
+        time.sleep(0.1)
         return evaluate(training)
 
     monkeypatch.setattr(Training, "evaluate", slowly)
     result = train(asked("adam"), tmp_path)
     assert naps == list(range(7))
-    assert result.seconds < 0.2 * len(naps)
+    assert result.seconds < 0.1 * len(naps)
 
 
 @pytest.mark.parametrize("method", ["sgd:rate=1e38", "adam:rate=1e37"])

@@ -12,7 +12,7 @@ import argparse
 from importlib import import_module
 from typing import Protocol, cast, runtime_checkable
 
-COMMANDS = ("train", "compare", "search", "demo")
+COMMANDS = ("demo", "reproduce", "report", "claims", "train", "compare", "search")
 """In the order of the help."""
 
 

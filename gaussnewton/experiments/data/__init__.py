@@ -1,4 +1,4 @@
-"""The paper's three data sets (section 4): CURVES, MNIST and FACES, and batches of them."""
+"""The paper's three data sets (section 5): CURVES, MNIST and FACES, and batches of them."""
 
 from gaussnewton.experiments.data.batching import Batches, batches
 from gaussnewton.experiments.data.dataset import NAMES, DataSet, load

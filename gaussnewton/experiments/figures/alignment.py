@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,8 @@ def compute(
     weight_decay: float = 0.0,
     max_iterations: int = 50,
     tolerance: float = 1e-3,
+    budget: str = "",
+    stop: Callable[[int], bool] | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
     """Train along the trajectory of KFRA*, and look at the steps of all methods on the way.
@@ -50,6 +52,8 @@ def compute(
             given here too.
         max_iterations: of conjugate gradients for each reference step.
         tolerance: of their residuals.
+        budget: on what the figure rests, for the figure to say.
+        stop: is told after each update how many points there are, and whether to end there.
         progress: show a bar.
 
     Returns:
@@ -79,7 +83,7 @@ def compute(
         "figure": "alignment", "title": title, "updates": [], "loss": [], "damping": [],
         "layers": {}, "whole": {}, "block_diagonal": [],
         "residuals": {"layers": [], "whole": []}, "converged": [],
-        "settings": {"max_iterations": max_iterations, "tolerance": tolerance},
+        "settings": {"max_iterations": max_iterations, "tolerance": tolerance}, "budget": budget,
     }  # fmt: skip
     for t in tqdm(range(1, updates[-1] + 1), desc="alignment", disable=not progress):
         x, y = next(batches)
@@ -96,6 +100,8 @@ def compute(
             with torch.no_grad():
                 loss = float(criterion(model(x), y))
             _append(result, found, t, loss)
+        if stop is not None and stop(len(result["updates"])):
+            break
     return result
 
 
@@ -133,6 +139,7 @@ def _honesty(result: dict[str, Any]) -> str:
     return (
         f"The exact steps are conjugate gradients of at most {most} iterations; relative residuals "
         f"up to {layers:.1g} (layers) and {whole:.1g} (full)"
+        + (f"; budget: {result['budget']}" if result.get("budget") else "")
     )
 
 

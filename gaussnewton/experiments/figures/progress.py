@@ -18,7 +18,7 @@ Point = Sequence[Any]
 By = Literal["update", "seconds"]
 
 WINDOW = 10
-"""The paper averages errors over a sliding window of ten."""
+"""The paper averages errors over a sliding window of ten, unless a run says another ``window``."""
 
 _LABELS = {"update": "updates", "seconds": "seconds"}
 _FACTOR = 3.0  # a loss that falls by more than this is drawn on a logarithmic scale
@@ -27,9 +27,8 @@ _FACTOR = 3.0  # a loss that falls by more than this is drawn on a logarithmic s
 def mean_of_top(runs: Sequence[dict[str, Any]], k: int, title: str, style: str) -> dict[str, Any]:
     """The mean of the k settings that end lowest, as one run.
 
-    Runs of one method with different settings are compared by the mean of their last ten losses;
-    those that end without a number rank last. Seconds and losses are averaged at the updates that
-    all k runs have.
+    Runs of one method with different settings are compared by :func:`final_loss`; those that end
+    without a number rank last. Seconds and losses are averaged at the updates that all k runs have.
 
     Example:
         >>> from gaussnewton.experiments.figures.progress import mean_of_top
@@ -45,18 +44,27 @@ def mean_of_top(runs: Sequence[dict[str, Any]], k: int, title: str, style: str) 
     points = [
         [u, sum(t[u][0] for t in tables) / k, sum(t[u][1] for t in tables) / k] for u in shared
     ]
-    return {"title": title, "style": style, "points": points}
+    return {"title": title, "style": style, "points": points, "window": window_of(best[0])}
+
+
+def window_of(run: dict[str, Any]) -> int:
+    """Over how many points a run's losses are averaged.
+
+    Losses of batches are noisy and want the paper's ten. One that was evaluated on much data,
+    with averaged parameters, does not, and ten such points may reach back over half of a run.
+    """
+    return int(run.get("window", WINDOW))
 
 
 def final_loss(run: dict[str, Any]) -> float:
-    """The mean of a run's last ten losses; infinite if one of them is not a number.
+    """The mean of the losses in a run's last window; infinite if one of them is not a number.
 
     Example:
         >>> from gaussnewton.experiments.figures.progress import final_loss
         >>> final_loss({"points": [[1, 0.1, 3.0], [2, 0.2, 1.0]]})
         2.0
     """
-    last = [_number(v) for _, _, v in run["points"][-WINDOW:]]
+    last = [_number(v) for _, _, v in run["points"][-window_of(run) :]]
     mean = sum(last) / len(last) if last else math.inf
     return mean if math.isfinite(mean) else math.inf
 
@@ -66,6 +74,7 @@ def compute(
     problems: Sequence[dict[str, Any]],
     *,
     budget: str,
+    note: str = "",
     by: Sequence[By] = ("update", "seconds"),
 ) -> dict[str, Any]:
     """Check run records and put them together as one result.
@@ -76,8 +85,10 @@ def compute(
             better name. A run is ``{"title", "style", "points": [[update, seconds, loss], …]}``,
             its points in order; a loss that is no number is null or NaN. ``"method"`` ("kfra",
             "kfac", "kflr", "gaussnewton", "adam", …) and, for Adam, ``"setting"`` ("default",
-            "tuned", "top 10", …) tell :mod:`gaussnewton.experiments.claims` what it is.
+            "tuned", "top 10", …) tell :mod:`gaussnewton.experiments.claims` what it is;
+            ``"window"`` is that of :func:`window_of`.
         budget: on what the figure rests, e.g. "60 s a method; full size: 5,000 updates".
+        note: more for the caption: which losses, which settings.
         by: the panels of each problem.
 
     Example:
@@ -95,7 +106,9 @@ def compute(
             ends = [(u, s) for u, s, _ in run["points"]]
             if not ends or ends != sorted(ends):
                 raise ValueError(f"the points of {run['title']!r} are none, or not in order")
-    return {"figure": name, "budget": budget, "by": list(by), "problems": list(problems)}
+    return {
+        "figure": name, "budget": budget, "note": note, "by": list(by), "problems": list(problems)
+    }  # fmt: skip
 
 
 def smoothed(points: Sequence[Point], window: int = WINDOW) -> list[list[Any]]:
@@ -114,8 +127,11 @@ def caption(result: dict[str, Any]) -> str:
     where = ", ".join(problem["title"] for problem in result["problems"])
     runs = [run for problem in result["problems"] for run in problem["runs"]]
     lost = any(not math.isfinite(_number(v)) for run in runs for _, _, v in run["points"])
+    widest = max(window_of(run) for run in runs)
+    averaged = f", averaged over a sliding window of {widest} points" if widest > 1 else ""
+    said = f"{result['note']} " if result.get("note") else ""
     return (
-        f"{where}: training loss {what}, averaged over a sliding window of {WINDOW} points. "
+        f"{where}: training loss {what}{averaged}. {said}"
         f"{'A cross marks where a run no longer had a finite loss. ' if lost else ''}"
         f"Budget: {result['budget']}."
     )
@@ -146,7 +162,7 @@ def _panel(axes: Any, runs: Sequence[dict[str, Any]], by: By) -> None:
     column = 0 if by == "update" else 1
     seen: list[float] = []
     for run in runs:
-        points = smoothed(run["points"])
+        points = smoothed(run["points"], window_of(run))
         values = [p[2] for p in points]
         axes.plot([p[column] for p in points], values, **line(run["style"]))
         finite = [p for p in points if math.isfinite(p[2])]
