@@ -144,16 +144,14 @@ def write(raw: dict[str, dict[str, Result]], seed: int, output: Path) -> None:
     rows = []
     for name, results in raw.items():
         row = [name, PROBLEMS[name].batch, PROBLEMS[name].updates]
-        for method in methods:
-            row += [f"{results[method]['history'][-1][2]:.4g}", f"{results[method]['seconds']:.0f}"]
-        rows.append(row)
-    header = ["problem", "batch", "updates", *(part for m in methods for part in (m, "s"))]
+        rows.append([*row, *(f"{results[method]['history'][-1][2]:.4g}" for method in methods)])
+    header = ["problem", "batch", "updates", *methods]
     command = "python benchmarks/optimiser.py --data FOLDER"
     text = (
         "# Loss after the same number of updates\n\nWritten by `benchmarks/optimiser.py`, whose "
         f"docstring says how it measures: `{command} --seed {seed}`, "
-        f"{torch.get_num_threads()} threads. Losses are means over outputs, as torch has them; "
-        "`s` is the seconds of all updates.\n\n"
+        f"{torch.get_num_threads()} threads. Losses are means over outputs, as torch has them. All "
+        "losses along the way are in the JSON file beside it.\n\n"
         + tabulate(rows, header, tablefmt="github", disable_numparse=True)
         + "\n"
     )

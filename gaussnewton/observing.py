@@ -276,11 +276,17 @@ class ObservingOptimizer(Optimizer):
 
     def _check_nothing_to_do(self) -> None:
         if any(p.grad is not None and bool(p.grad.any()) for p in self._parameters()):
+            if not self.model.training:
+                raise RecordError(
+                    "step() found gradients, but the model is in evaluation mode, where it is not "
+                    "watched. Call model.train() before the pass that is trained on."
+                )
+            name = type(self).__name__
             raise RecordError(
-                "step() found gradients but no forward pass that made them. The model must be in "
-                "training mode, and both the model and the very criterion given to GaussNewton "
-                "must be called as modules, after the optimiser was made; and the model must "
-                "return what the criterion gets, as it is."
+                "step() found gradients but no forward pass that made them. Both the model and the "
+                f"very criterion given to {name} must be called as modules, after the optimiser "
+                "was made, and the criterion must get what the model returns as it is: put a "
+                "squeeze or a cast into the model, or into the criterion as gn.Loss(fn)."
             )
 
     def _check_parameters(self) -> None:

@@ -382,3 +382,17 @@ def test_resumed_by_distributed_checkpoint(kind, tmp_path) -> None:
     )
     expected = train(model, criterion, optimizer, *data(), 4)
     assert train(again, other_criterion, resumed, *data(), 4) == expected
+
+
+def test_evaluation_mode_is_named_as_the_cause() -> None:
+    model, criterion, optimizer = parts()
+    x, y = data()
+    model.eval()
+    criterion(model(x), y).backward()
+    with pytest.raises(gn.errors.RecordError, match="evaluation mode"):
+        optimizer.step()
+    model.train()
+    optimizer.zero_grad()
+    criterion(model(x).squeeze(0), y).backward()
+    with pytest.raises(gn.errors.RecordError, match="as it is"):
+        optimizer.step()
