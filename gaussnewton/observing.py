@@ -291,7 +291,8 @@ class ObservingOptimizer(Optimizer):
 
     def _check_parameters(self) -> None:
         """What the model trains must be what the groups hold: curvature is that of all of it."""
-        ours = {id(p) for p in self._parameters()}
+        self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+        ours = self._group_of.keys()
         names = [
             n for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in ours
         ]
@@ -317,10 +318,7 @@ class ObservingOptimizer(Optimizer):
         return self.state[next(iter(self._observer.theta[name].parameters.values()))]
 
     def _setting(self, p: nn.Parameter, key: str) -> float:
-        for group in self.param_groups:
-            if any(p is q for q in group["params"]):
-                return float(group[key])
-        return 0.0  # not ours to train
+        return float(self._group_of[id(p)][key])
 
     def _eta(self, name: str) -> float:
         first = next(iter(self._observer.theta[name].parameters.values()))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gaussnewton.demo import demo
 from gaussnewton.experiments.commands.options import STOPPED, typed
+from gaussnewton.experiments.demo import demo
 from gaussnewton.experiments.parsing import positive, whole
 from gaussnewton.experiments.stopping import Stopped
 

@@ -50,9 +50,9 @@ def demo(
         Stopped: after Ctrl-C.
 
     Example:
-        >>> import contextlib, io, tempfile, gaussnewton.demo
+        >>> import contextlib, io, tempfile, gaussnewton.experiments.demo
         >>> with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(io.StringIO()):
-        ...     result = gaussnewton.demo.demo(seconds=0.1, out=out, name="tiny")
+        ...     result = gaussnewton.experiments.demo.demo(seconds=0.1, out=out, name="tiny")
         >>> [run["title"] for run in result["problems"][0]["runs"]]
         ['Adam 1e-3', 'gn.GaussNewton']
     """
