@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 
 from gaussnewton.batch import Batch, batches_in, call_criterion, call_model
 from gaussnewton.blocks.curvature import Curvature
+from gaussnewton.compiled import eagerly, original
 from gaussnewton.errors import BatchError, UnsupportedLossError
 from gaussnewton.estimators import Estimator, estimator_of
 from gaussnewton.losses import Loss
@@ -58,14 +59,14 @@ def curvature(
     """
     estimator, criterion, plain = estimator_of(method), *_checked(model, criterion)
     result: Curvature | None = None
-    with unchanged(model, criterion):
+    with eagerly(model), unchanged(model, criterion):
         for batch in _shown(batches_in(data), data, progress):
             if result is not None and plain:
                 raise UnsupportedLossError(
                     "over several batches it matters whether a plain function sums or averages "
                     "over data: wrap it, criterion = gn.Loss(fn, reduction='mean') or 'sum'."
                 )
-            new = _of_batch(model, criterion, batch, estimator)
+            new = _of_batch(original(model), criterion, batch, estimator)
             result = new if result is None else result.merge(new)
     if result is None:
         raise BatchError("the data hold no batch at all: the iterable ended at once.")

@@ -215,7 +215,7 @@ class Observer(Tape):
             return
         if is_compiled(self.model) != self._compiled or self._trained_now() != self._trained:
             self.attach()
-        if all(p.grad is None for group in self.theta for p in group.parameters.values()):
+        if self.observations and not self._any_gradient():
             self.forget()  # they were reset without telling the optimiser
         self._passes = [part for part in self._passes if part.alive]
         buffers = {name: b.detach().clone() for name, b in self.model.named_buffers()}
@@ -242,6 +242,10 @@ class Observer(Tape):
 
     def _trained_now(self) -> tuple[bool, ...]:
         return tuple(p.requires_grad for p in self.model.parameters())
+
+    def _any_gradient(self) -> bool:
+        gradients = (p.grad for group in self.theta for p in group.parameters.values())
+        return any(grad is not None and bool(grad.any()) for grad in gradients)
 
     def _pass_behind(self, arguments: tuple[Any, ...]) -> ForwardPass | None:
         """The pass that returned what the criterion is called with first."""

@@ -224,12 +224,12 @@ class ObservingOptimizer(Optimizer):
             for group in self._observer.theta
         }
 
-    def _move(self, step: Matrices, sign: float = 1.0) -> None:
-        """θ ← θ + step, or back again."""
+    def _move(self, step: Matrices) -> None:
+        """θ ← θ + step."""
         for group in self._observer.theta:
             for key, part in group.tensors(step[group.name]).items():
                 p = group.parameters[key]
-                p.add_(part.to(p.dtype), alpha=sign)
+                p.copy_(p.to(part.dtype) + part)  # in low precision, only the sum is rounded
 
     def _snapshot(self) -> list[Tensor]:
         return [p.detach().clone() for p in self._parameters()]
@@ -238,15 +238,22 @@ class ObservingOptimizer(Optimizer):
         for p, value in zip(self._parameters(), snapshot, strict=True):
             p.copy_(value)
 
-    def _evaluate_after(
-        self, observations: Sequence[Observation], step: Matrices, sign: float = 1.0
-    ) -> Tensor:
+    def _evaluate_after(self, observations: Sequence[Observation], step: Matrices) -> Tensor:
         """f where a step would lead; the parameters stay as they are."""
         start = self._snapshot()
         try:
-            self._move(step, sign)
+            self._move(step)
             return self._evaluate(observations)
         finally:  # also where somebody presses Ctrl-C
+            self._restore(start)
+
+    def _evaluate_at(self, observations: Sequence[Observation], place: Sequence[Tensor]) -> Tensor:
+        """f at other parameters; the parameters stay as they are."""
+        start = self._snapshot()
+        try:
+            self._restore(place)
+            return self._evaluate(observations)
+        finally:
             self._restore(start)
 
     def _evaluate(self, observations: Sequence[Observation]) -> Tensor:
@@ -385,11 +392,21 @@ class ObservingOptimizer(Optimizer):
                 "this is the state of another kind of optimiser: it holds no progress of "
                 f"{type(self).__name__}. Load a state that {type(self).__name__} has saved."
             )
-        super().load_state_dict(state_dict)
+        loaded = state_dict
+
+        def note(_: Optimizer, now: dict[str, Any]) -> None:
+            nonlocal loaded
+            loaded = now
+
+        last_hook = self.register_load_state_dict_pre_hook(note)  # others may exchange the dict
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last_hook.remove()
         # torch casts all state to the dtype of its parameter; factors are wider than that.
-        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        saved_ids = [i for group in loaded["param_groups"] for i in group["params"]]
         for i, p in zip(saved_ids, self._parameters(), strict=True):
-            for key, value in state_dict["state"].get(i, {}).items():
+            for key, value in loaded["state"].get(i, {}).items():
                 if isinstance(value, Tensor):
                     self.state[p][key] = value.to(p.device, copy=True)
 

@@ -14,8 +14,9 @@ from gaussnewton import damping as rules
 from gaussnewton.blocks import Inverse, Inversion, KroneckerBlock
 from gaussnewton.errors import FactorisationError, NonFiniteError
 from gaussnewton.estimators import ESTIMATORS, KFAC, BlockHessian, Estimator, choose, estimator_of
+from gaussnewton.guarding import GuardedOptimizer
 from gaussnewton.observer import Observation
-from gaussnewton.observing import Matrices, ObservingOptimizer, inner
+from gaussnewton.observing import Matrices, inner
 from gaussnewton.progress import Progress
 from gaussnewton.proposal import Proposal, Shift, calibrated, plain, squared
 from gaussnewton.quadratic import gauss_newton_gram
@@ -23,7 +24,7 @@ from gaussnewton.running import blocks_of, careful_inverse, store
 from gaussnewton.settings import Damping, Guard, Refresh, StepSize
 
 
-class GaussNewton(ObservingOptimizer):
+class GaussNewton(GuardedOptimizer):
     """Gauss-Newton steps in place of ``torch.optim.Adam``, with nothing to tune.
 
     The loop stays as it is: the optimiser watches the model's and the criterion's calls.
@@ -101,10 +102,8 @@ class GaussNewton(ObservingOptimizer):
 
     curvature: str | Estimator
     inversion: Inversion
-    damping: Damping
     step_size: StepSize
     refresh: Refresh
-    guard: Guard
 
     def _begin(self) -> None:
         super()._begin()
@@ -173,6 +172,9 @@ class GaussNewton(ObservingOptimizer):
             self._invert(progress)
         elif not self._inverses:  # a loaded or copied optimiser goes on as it was
             self._inverses = self._inverses_with(progress.inverted_with, progress)
+
+    def _damping_raised(self, progress: Progress) -> None:
+        self._invert(progress)
 
     def _invert(self, progress: Progress) -> None:
         self._inverses = self._inverses_with(progress.gamma, progress)
@@ -261,8 +263,6 @@ class GaussNewton(ObservingOptimizer):
             if self.step_size.calibrate:
                 empty = like.new_full((), math.nan, dtype=torch.float64)
                 state.setdefault("log_scale", empty)
-            for p in group.parameters.values():
-                self.state[p].setdefault("update", torch.zeros_like(p, dtype=wide))
 
     def _blend(self, name: str, own: Tensor) -> Tensor:
         """The running geometric mean of a layer's own step size, as a logarithm."""
@@ -272,7 +272,7 @@ class GaussNewton(ObservingOptimizer):
         # A layer without a gradient says nothing, and must not spoil the others.
         return blended.where(own.isfinite(), past).nan_to_num(0.0, 0.0, 0.0)
 
-    # Damping, and steps that fail
+    # Damping, and the step
 
     def _find_damping(
         self,
@@ -309,24 +309,6 @@ class GaussNewton(ObservingOptimizer):
             tau = max(falls, key=lambda tau: falls[tau])
         rules.start(tau, progress)
 
-    def _lost(
-        self, observations: Sequence[Observation], before: Tensor, progress: Progress
-    ) -> bool:
-        """Compare with the averaged parameters on this fresh batch; go back to them if lost."""
-        settings = self.damping
-        if not settings.anneal or progress.t % settings.tau_interval or not progress.last_predicted:
-            return False
-        with self.averaged():
-            saved = float(before - self._evaluate(observations))
-        if abs(saved) <= self._resolution(observations, progress):
-            saved = 0.0
-        scale = abs(float(before)) + abs(progress.last_predicted)
-        if not rules.note_noise(saved / scale, progress):
-            return False
-        self._restore([self.state[p].get("average", p) for p in self._parameters()])
-        self._refused(progress)
-        return True
-
     def _take(
         self,
         observations: Sequence[Observation],
@@ -340,10 +322,10 @@ class GaussNewton(ObservingOptimizer):
         predicted = self._predicted(observations, proposal, step, gradient, progress.tau)
         rho, actual, kept = None, None, True
         due = progress.t % self.damping.tau_interval == 0 or progress.look
+        start = self._snapshot()
         if not math.isfinite(float(predicted)):
             kept = False
         elif due and abs(float(predicted)) > self._resolution(observations, progress):
-            start = self._snapshot()
             self._move(step)
             try:
                 actual = self._evaluate(observations) - before
@@ -359,9 +341,11 @@ class GaussNewton(ObservingOptimizer):
         else:
             self._move(step)
         if kept:
-            self._remember(step, proposal.scales, float(before), float(predicted), progress)
+            self._remember(start, float(before), float(predicted), progress)
+            for name, scale in proposal.scales.items():
+                self._layer_state(name)["log_scale"] = scale
         else:
-            self._refused(progress)
+            self._refuse(progress)
         self._diagnose(proposal, before, predicted, actual, rho, progress)
 
     def _predicted(
@@ -381,79 +365,6 @@ class GaussNewton(ObservingOptimizer):
             observations, None, along, self.step_size.part, self.step_size.least
         )
         return inner(gradient, step) + 0.5 * (gram + squared(step, self._shift(tau))).squeeze()
-
-    def _last_step_failed(
-        self, observations: Sequence[Observation], before: float, t: int, progress: Progress
-    ) -> bool:
-        """Take back the last step if it raised the loss of this fresh batch beyond reason.
-
-        Looked into only where the loss is suspiciously higher than that of the last batch,
-        because it costs a forward pass.
-        """
-        last = self._previous()
-        if not self.guard.refuse or last is None or progress.last_predicted == 0:
-            return False
-        allowed = self.guard.fresh_tolerance * max(
-            abs(progress.last_predicted), self._resolution(observations, progress)
-        )
-        if before - progress.last_loss <= allowed:
-            return False
-        earlier = float(self._evaluate_after(observations, last, -1.0))
-        if not math.isfinite(earlier) or before - earlier <= allowed:
-            return False
-        self._leave_out_of_average(t)
-        self._move(last, -1.0)
-        self._refused(progress)
-        return True
-
-    def recover(
-        self, observations: Sequence[Observation], before: Tensor, progress: Progress
-    ) -> bool:
-        """A loss that is not finite: take back the last step, if it is to blame."""
-        if math.isfinite(float(before)):
-            return False  # the gradient is not, which no step is to blame for
-        return self._last_step_failed(observations, math.inf, progress.t, progress)
-
-    def _refused(self, progress: Progress) -> None:
-        """More damping, a look at the next step, and nothing remembered of this one."""
-        progress.refused += 1
-        progress.look = True
-        progress.last_predicted = 0.0
-        if progress.tau:
-            rules.raise_after_refusal(progress, self.damping)
-            self._invert(progress)
-        for p in self._parameters():
-            self.state[p].pop("update", None)
-        self._diagnostics |= progress.shown()
-
-    def _remember(
-        self,
-        step: Matrices,
-        scales: dict[str, Tensor],
-        before: float,
-        predicted: float,
-        progress: Progress,
-    ) -> None:
-        """What the next step wants to know of this one."""
-        progress.look = False
-        progress.last_loss, progress.last_predicted = before, predicted
-        for name, scale in scales.items():
-            self._layer_state(name)["log_scale"] = scale
-        for group in self._observer.theta:
-            for key, part in group.tensors(step[group.name]).items():
-                self.state[group.parameters[key]]["update"] = part.clone()
-
-    def _previous(self) -> Matrices | None:
-        """The last update; None if there is none for some layer."""
-        if not self.param_groups[0]["progress"]["last_predicted"]:
-            return None  # it was refused, or is only there to be filled in
-        result = {}
-        for group in self._observer.theta:
-            parts = {key: self.state[p].get("update") for key, p in group.parameters.items()}
-            if any(part is None for part in parts.values()):
-                return None
-            result[group.name] = group.matrix(parts)
-        return result
 
     def _diagnose(
         self,

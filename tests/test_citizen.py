@@ -108,12 +108,13 @@ def test_zero_grad_both_ways(to_none: bool) -> None:
     assert same(*runs)
 
 
-def test_gradients_reset_through_the_model() -> None:
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_reset_through_the_model(to_none: bool) -> None:
     model, criterion, optimizer = parts()
     twin, _, other = parts()
     a, b = batches(2)
     criterion(model(a[0]), a[1]).backward()
-    model.zero_grad()  # the optimiser is not told
+    model.zero_grad(set_to_none=to_none)  # the optimiser is not told
     criterion(model(b[0]), b[1]).backward()
     optimizer.step()
     step(twin, other.criterion, other, b)
@@ -273,6 +274,18 @@ def test_hooks_of_torch_optim() -> None:
     assert seen == ["before", "after", "saved"]
 
 
+def test_a_load_hook_may_exchange_the_state() -> None:
+    model, criterion, optimizer = parts()
+    step(model, criterion, optimizer, batches(1)[0])
+    state = optimizer.state_dict()
+    exchanged = copy.deepcopy(state)
+    exchanged["state"][0]["Q"] *= 2
+    _, _, other = parts()
+    other.register_load_state_dict_pre_hook(lambda *_: exchanged)
+    other.load_state_dict(state)
+    assert torch.equal(other.state_dict()["state"][0]["Q"], 2 * state["state"][0]["Q"])
+
+
 def test_priming_by_zero_gradients_changes_nothing() -> None:
     model, _, optimizer = parts()
     before = parameters(model)
@@ -324,6 +337,24 @@ def test_bfloat16_model_with_float32_factors() -> None:
     saved = copy.deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(saved)
     assert optimizer.state[model[0].weight]["Q"].dtype == torch.float32
+
+
+def test_a_step_taken_back_in_low_precision_leaves_no_trace() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).bfloat16()
+    criterion = nn.MSELoss()
+    optimizer = gn.GaussNewton(model, criterion)
+    low = [(x.bfloat16(), y.bfloat16()) for x, y in batches(4)]
+    for batch in low[:2]:
+        step(model, criterion, optimizer, batch)
+    before = parameters(model)
+    step(model, criterion, optimizer, low[2])
+    with torch.no_grad():  # as if that step had been far too long
+        for p, start in zip(model.parameters(), before, strict=True):
+            p.add_(p - start, alpha=1e4)
+    step(model, criterion, optimizer, low[3])
+    assert optimizer.diagnostics["refused"] == 1
+    assert same(parameters(model), before)
 
 
 def test_averaged_parameters() -> None:
@@ -397,7 +428,7 @@ def test_overflow_under_a_grad_scaler_leaves_no_trace() -> None:
     assert scaler.get_scale() < 2.0**10
     assert same(parameters(model), parameters(twin))
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        for key in ("average", "Q", "G", "update"):
+        for key in ("average", "Q", "G", "start"):
             if key in optimizer.state[p]:
                 assert torch.equal(optimizer.state[p][key], other.state[q][key]), key
 
@@ -474,6 +505,7 @@ def test_curvature_of_a_compiled_model() -> None:
     batch = batches(1)[0]
     expected = gn.curvature(model, criterion, batch, method="kflr")
     found = gn.curvature(torch.compile(model, backend="aot_eager"), criterion, batch, method="kflr")
+    assert list(found) == list(expected)
     for a, b in zip(expected.values(), found.values(), strict=True):
         assert relative(b.Q, a.Q) < 1e-12
         assert relative(b.G, a.G) < 1e-12

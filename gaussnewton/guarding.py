@@ -1,0 +1,129 @@
+"""Steps that are judged afterwards, and taken back where they failed."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from gaussnewton import damping as rules
+from gaussnewton.gram import widened
+from gaussnewton.observer import Observation
+from gaussnewton.observing import Matrices, ObservingOptimizer
+from gaussnewton.progress import Progress
+from gaussnewton.settings import Damping, Guard
+
+
+class GuardedOptimizer(ObservingOptimizer):
+    """An optimiser that knows where its last step began, and can go back there.
+
+    A step may fail in three ways: on its own batch, which the subclass sees; on the next batch,
+    which is seen here; and slowly, by jumping about more than it gains, which is seen here too,
+    by the averaged parameters. After each τ rises.
+    """
+
+    damping: Damping
+    guard: Guard
+
+    @abstractmethod
+    def _damping_raised(self, progress: Progress) -> None:
+        """What a subclass has computed with the old γ is to be computed again."""
+
+    def _lost(
+        self, observations: Sequence[Observation], before: Tensor, progress: Progress
+    ) -> bool:
+        """Compare with the averaged parameters on this fresh batch; go back to them if lost."""
+        settings = self.damping
+        if not settings.anneal or progress.t % settings.tau_interval or not progress.last_predicted:
+            return False
+        with self.averaged():
+            saved = float(before - self._evaluate(observations))
+        if abs(saved) <= self._resolution(observations, progress):
+            saved = 0.0
+        scale = abs(float(before)) + abs(progress.last_predicted)
+        if not rules.note_noise(saved / scale, progress):
+            return False
+        self._restore([self.state[p].get("average", p) for p in self._parameters()])
+        self._refuse(progress)
+        return True
+
+    def _last_step_failed(
+        self, observations: Sequence[Observation], before: float, t: int, progress: Progress
+    ) -> bool:
+        """Take back the last step if it raised the loss of this fresh batch beyond reason.
+
+        Looked into only where the loss is suspiciously higher than that of the last batch,
+        because it costs a forward pass.
+        """
+        start = self._start()
+        if not self.guard.refuse or start is None:
+            return False
+        allowed = self.guard.fresh_tolerance * max(
+            abs(progress.last_predicted), self._resolution(observations, progress)
+        )
+        if before - progress.last_loss <= allowed:
+            return False
+        earlier = float(self._evaluate_at(observations, start))
+        if not math.isfinite(earlier) or before - earlier <= allowed:
+            return False
+        self._leave_out_of_average(t)
+        self._restore(start)
+        self._refuse(progress)
+        return True
+
+    def recover(
+        self, observations: Sequence[Observation], before: Tensor, progress: Progress
+    ) -> bool:
+        """A loss that is not finite: take back the last step, if it is to blame."""
+        if math.isfinite(float(before)):
+            return False  # the gradient is not, which no step is to blame for
+        return self._last_step_failed(observations, math.inf, progress.t, progress)
+
+    def _refuse(self, progress: Progress) -> None:
+        """More damping, a look at the next step, and nothing remembered of this one."""
+        progress.refused += 1
+        progress.look = True
+        progress.last_predicted = 0.0
+        if progress.tau:
+            rules.raise_after_refusal(progress, self.damping)
+            self._damping_raised(progress)
+        for p in self._parameters():
+            self.state[p].pop("start", None)
+        self._diagnostics |= progress.shown()
+
+    def _remember(
+        self, start: Sequence[Tensor], before: float, predicted: float, progress: Progress
+    ) -> None:
+        """What the next step wants to know of this one."""
+        progress.look = False
+        progress.last_loss, progress.last_predicted = before, predicted
+        for p, value in zip(self._parameters(), start, strict=True):
+            self.state[p]["start"] = value
+
+    def _start(self) -> list[Tensor] | None:
+        """Where the last step began; None if there was none, or not for all parameters."""
+        if not self.param_groups[0]["progress"]["last_predicted"]:
+            return None  # it was refused, or is only there to be filled in
+        found = [self.state[p].get("start") for p in self._parameters()]
+        return None if any(part is None for part in found) else found
+
+    def _previous(self) -> Matrices | None:
+        """The last update; None if there is none for some layer."""
+        if self._start() is None:
+            return None
+        return {
+            group.name: group.matrix(
+                {
+                    key: widened(p) - widened(self.state[p]["start"])
+                    for key, p in group.parameters.items()
+                }
+            )
+            for group in self._observer.theta
+        }
+
+    def _prime(self) -> None:
+        super()._prime()
+        for p in self._parameters():
+            self.state[p].setdefault("start", p.detach().clone())
