@@ -5,12 +5,15 @@ from __future__ import annotations
 from torch import Tensor
 
 MEMORY = 0.95
+"""β as the paper has it."""
 
 
-def update_average(average: Tensor | None, parameter: Tensor, t: int) -> Tensor:
-    r"""θ̂_t = β_t θ̂_{t−1} + (1 − β_t) θ_t with β_t = min(0.95, 1 − 1/t).
+def update_average(
+    average: Tensor | None, parameter: Tensor, t: int, memory: float = MEMORY
+) -> Tensor:
+    r"""θ̂_t = β_t θ̂_{t−1} + (1 − β_t) θ_t with β_t = min(β, 1 − 1/t).
 
-    At first it is the plain mean of all parameters so far. It has no effect on training.
+    At first it is the plain mean of all parameters so far.
 
     Example:
         >>> import torch
@@ -19,13 +22,15 @@ def update_average(average: Tensor | None, parameter: Tensor, t: int) -> Tensor:
         >>> update_average(mean, torch.tensor(3.0), t=2)
         tensor(2.)
     """
-    beta = min(MEMORY, 1 - 1 / t)
+    beta = min(memory, 1 - 1 / t)
     if average is None:
         return parameter.detach().clone()
     return average.lerp_(parameter.detach(), 1 - beta)
 
 
-def without_last(average: Tensor, parameter: Tensor, t: int) -> Tensor | None:
+def without_last(
+    average: Tensor, parameter: Tensor, t: int, memory: float = MEMORY
+) -> Tensor | None:
     """θ̂_{t−1}, from θ̂_t and the θ_t that went into it; None if there was none before.
 
     Example:
@@ -34,5 +39,5 @@ def without_last(average: Tensor, parameter: Tensor, t: int) -> Tensor | None:
         >>> without_last(torch.tensor(2.0), torch.tensor(3.0), t=2)
         tensor(1.)
     """
-    beta = min(MEMORY, 1 - 1 / t)
+    beta = min(memory, 1 - 1 / t)
     return None if beta == 0 else (average - (1 - beta) * parameter.detach()) / beta

@@ -14,15 +14,18 @@ from gaussnewton.blocks import KroneckerBlock
 from gaussnewton.progress import Progress
 from gaussnewton.settings import Damping
 
-FIRST_MULTIPLES = (10.0, 100.0, 1000.0, 10_000.0)
+FIRST_MULTIPLES = (10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10_000.0)
 """Of the mean curvature: what is tried for τ on the first batch."""
 
-GOOD_RHO = 0.25
-"""The share of the predicted fall in loss with which a first step is good enough."""
+NEARLY = 0.9
+"""The share of the best first step's fall in loss with which another is nearly as good."""
 
 QUIET, NOISY, LOST = 0.02, 0.05, 0.5
 """Shares of the loss that the averaged parameters save: below the first τ may fall, above the
 second it rises, above the third the averaged parameters are the place to go on from."""
+
+CLEAR = -0.1
+"""As much of the loss the averaged parameters lack where steps clearly lead somewhere."""
 
 NOISE_MEMORY = 0.7
 
@@ -42,6 +45,21 @@ def first_candidates(blocks: Mapping[str, KroneckerBlock], settings: Damping) ->
         return [settings.tau]
     mean = mean_eigenvalue(blocks)
     return [multiple * mean for multiple in FIRST_MULTIPLES]
+
+
+def best_first(falls: Mapping[float, float]) -> float:
+    """The least τ whose first step lowers the loss nearly as much as the best of them.
+
+    The best one itself is often far greater: the falls hardly depend on τ over a wide range, and
+    what is too much now is far too much soon.
+
+    Example:
+        >>> from gaussnewton.damping import best_first
+        >>> best_first({0.1: 3.0, 1.0: 9.5, 10.0: 10.0})
+        1.0
+    """
+    best = max(falls.values())
+    return min(tau for tau, fall in falls.items() if fall >= min(NEARLY * best, best))
 
 
 def start(tau: float, progress: Progress) -> None:
@@ -73,6 +91,16 @@ def note_noise(saved: float, progress: Progress) -> bool:
     """
     progress.noise = NOISE_MEMORY * progress.noise + (1 - NOISE_MEMORY) * saved
     return saved > LOST
+
+
+def share_of_step(share: float, progress: Progress) -> float:
+    """How much of the quadratic model's step to take: all of it where steps lead somewhere.
+
+    The model is that of one batch, and its minimum fits that batch's noise too. Where the loss
+    still falls so fast that the averaged parameters lag far behind, that does not matter.
+    """
+    clear = min(max(progress.noise / CLEAR, 0.0), 1.0)
+    return share + (1 - share) * clear
 
 
 def raise_after_refusal(progress: Progress, settings: Damping) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gaussnewton.averaging import update_average, without_last
+from gaussnewton.averaging import MEMORY, update_average, without_last
 from gaussnewton.errors import NonFiniteError, RecordError
 from gaussnewton.gram import widened
 from gaussnewton.observer import Observation, Observer
@@ -259,17 +259,23 @@ class ObservingOptimizer(Optimizer):
     def _evaluate(self, observations: Sequence[Observation]) -> Tensor:
         return self._objective([self._observer.evaluate(o) for o in observations], observations)
 
+    @property
+    def _average_memory(self) -> float:
+        return MEMORY
+
     def _average(self, progress: Progress) -> None:
         for p in self._parameters():
             state = self.state[p]
-            state["average"] = update_average(state.get("average"), p, progress.t)
+            state["average"] = update_average(
+                state.get("average"), p, progress.t, self._average_memory
+            )
 
     def _leave_out_of_average(self, t: int) -> None:
         """Undo the average's last update, the one of step t."""
         for p in self._parameters():
             state = self.state[p]
             if "average" in state:
-                earlier = without_last(state.pop("average"), p, t)
+                earlier = without_last(state.pop("average"), p, t, self._average_memory)
                 if earlier is not None:
                     state["average"] = earlier
 

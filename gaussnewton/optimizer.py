@@ -202,11 +202,11 @@ class GaussNewton(GuardedOptimizer):
         """The step to take, with the best γ of three where that is due (appendix B.3)."""
         search = self.damping.gamma == "search" and progress.t % self.damping.gamma_interval == 0
         if not search:
-            return self._propose(observations, gradient, self._inverses, progress.tau)
+            return self._propose(observations, gradient, self._inverses, progress)
         tried = []
         for gamma in rules.gamma_candidates(progress, self.damping):
             inverses = self._inverses_with(gamma, progress)
-            proposal = self._propose(observations, gradient, inverses, progress.tau)
+            proposal = self._propose(observations, gradient, inverses, progress)
             tried.append((float(proposal.predicted()), gamma, inverses, proposal))
         _, progress.gamma, self._inverses, proposal = min(tried, key=lambda part: part[0])
         progress.inverted_with = progress.gamma
@@ -217,22 +217,24 @@ class GaussNewton(GuardedOptimizer):
         observations: Sequence[Observation],
         gradient: Matrices,
         inverses: dict[str, Inverse],
-        tau: float,
+        progress: Progress,
     ) -> Proposal:
         """δ̃ = −C̃⁻¹ ∇f, and how much of it the quadratic model wants (appendix B.1, B.2)."""
         direction = {name: -inverses[name].solve(g).to(g.dtype) for name, g in gradient.items()}
         previous = self._previous() if self.step_size.momentum else None
-        shift = self._shift(tau)
+        shift = self._shift(progress.tau)
 
         def gram(layers: Matrices | None, others: Matrices | None) -> Tensor:
             part, least = self.step_size.part, self.step_size.least
             return gauss_newton_gram(observations, layers, others, part, least)
 
+        most, share = self.step_size.most, rules.share_of_step(self.step_size.share, progress)
         if not self.step_size.calibrate:
-            return plain(gradient, direction, previous, gram, shift)
+            return plain(gradient, direction, previous, gram, shift, share)
         names = observations[0].chain.trained
-        most = self.step_size.most
-        return calibrated(gradient, direction, previous, gram, shift, names, self._blend, most)
+        return calibrated(
+            gradient, direction, previous, gram, shift, names, self._blend, most, share
+        )
 
     def _shift(self, tau: float) -> Shift:
         """τ + η, parameter by parameter in layers where η is not one number."""
@@ -251,6 +253,10 @@ class GaussNewton(GuardedOptimizer):
                 )
             )
         return result
+
+    @property
+    def _average_memory(self) -> float:
+        return self.refresh.average
 
     def _prime(self) -> None:
         super()._prime()
@@ -281,11 +287,7 @@ class GaussNewton(GuardedOptimizer):
         before: Tensor,
         progress: Progress,
     ) -> None:
-        """τ₀ and γ₀: the least with which the first step is about as good as predicted.
-
-        A lower one may do better at once, but not for long. If none is, the one with which
-        the loss falls most.
-        """
+        """τ₀ and γ₀: of a few, the least with which the first step is nearly the best."""
         blocks = self._blocks()
         if rules.mean_eigenvalue(blocks) <= 0 and self.damping.tau is None:
             raise FactorisationError(
@@ -295,19 +297,17 @@ class GaussNewton(GuardedOptimizer):
                 "first-order optimiser until there is curvature."
             )
         candidates = rules.first_candidates(blocks, self.damping)
+        if len(candidates) == 1:
+            rules.start(candidates[0], progress)
+            return
         falls = {}
         for tau in candidates:
-            if len(candidates) == 1:
-                break
+            rules.start(tau, progress)
             inverses = self._inverses_with(tau, progress)
-            proposal = self._propose(observations, gradient, inverses, tau)
+            proposal = self._propose(observations, gradient, inverses, progress)
             fall = float(before - self._evaluate_after(observations, proposal.update))
-            if fall >= -rules.GOOD_RHO * float(proposal.predicted()):
-                break
             falls[tau] = fall if math.isfinite(fall) else -math.inf
-        else:
-            tau = max(falls, key=lambda tau: falls[tau])
-        rules.start(tau, progress)
+        rules.start(rules.best_first(falls), progress)
 
     def _take(
         self,

@@ -46,6 +46,7 @@ def plain(
     previous: Matrices | None,
     gram: Gram,
     shift: Shift,
+    share: float = 1.0,
 ) -> Proposal:
     """α and, where there is a last update, a momentum coefficient, together.
 
@@ -55,12 +56,13 @@ def plain(
         previous: the last update.
         gram: of the full Gauss-Newton matrix.
         shift: τ + η of each layer, or of each of its parameters.
+        share: how much of the model's best step to take.
     """
     spans = [direction] if previous is None else [direction, previous]
     together = {name: torch.stack([d[name] for d in spans]) for name in direction}
     M = gram(None, together) + _shifted(spans, shift)
     model = Quadratic(M, torch.stack([inner(gradient, d) for d in spans]))
-    c = model.minimum()
+    c = share * model.minimum()
     return Proposal(combine(c, spans), model, c, {})
 
 
@@ -73,6 +75,7 @@ def calibrated(
     names: Sequence[str],
     blend: Callable[[str, Tensor], Tensor],
     most: float,
+    share: float,
 ) -> Proposal:
     """Scale each layer by its own exact line search, then solve for all together.
 
@@ -88,6 +91,7 @@ def calibrated(
         blend: from a layer's name and the logarithm of its own step size, which need not be
             finite, to the one to use.
         most: neither coefficient may be greater.
+        share: see above.
     """
     others = None if previous is None else {n: p.unsqueeze(0) for n, p in previous.items()}
     spans: list[Matrices] = [{name: direction[name]} for name in names]
@@ -102,7 +106,7 @@ def calibrated(
     if previous is not None:
         basis[count, 1] = 1
     model = Quadratic(M, b).project(basis)
-    c = model.minimum(most)
+    c = share * model.minimum(most)
     scaled = {
         name: direction[name] * scale.to(direction[name].dtype)
         for name, scale in zip(names, scales.exp(), strict=True)

@@ -50,6 +50,9 @@ class StepSize:
         memory: of that running mean.
         most: the greatest multiple of the calibrated direction, and of the last update. Only
             small batches ask for more, and it is their noise that does.
+        share: how much of the quadratic model's step is taken where batches are noisy: the model
+            is that of one batch, and its minimum fits that batch's noise too. Where the averaged
+            parameters lag far behind, all of it is taken (with ``Damping.anneal``).
         part: the share of a batch on which the quadratic model is evaluated.
         least: so many data of a batch are used in any case, if it has them.
     """
@@ -58,25 +61,29 @@ class StepSize:
     calibrate: bool = True
     memory: float = 0.9
     most: float = 1.0
+    share: float = 0.8
     part: float = 0.25
     least: int = 250
 
 
 @dataclass(frozen=True)
 class Refresh:
-    """How often curvature is estimated and inverted, and how it is averaged (section 5).
+    """How often curvature is estimated and inverted, and what is averaged how (section 5, B.4).
 
     Attributes:
         curvature: updates between two estimates. 1 is freshest, and costs most.
         inverse: the most updates between two inversions; every new estimate is inverted.
         early: so many updates at the start have fresh curvature each: it changes fastest there.
         decay: of the running averages of Q and G; 0 takes the latest only.
+        average: β of the averaged parameters (appendix B.4). Nearer to 1 they are smoother, and
+            lag more behind. The paper has 0.95.
     """
 
     curvature: int = 2
     inverse: int = 2
     early: int = 10
     decay: float = 0.8
+    average: float = 0.9
 
 
 @dataclass(frozen=True)
@@ -104,8 +111,8 @@ class Guard:
 PAPER: dict[str, Any] = {
     "curvature": "kfra",
     "damping": Damping(gamma="search", lower_above=0.75, raise_below=0.75, anneal=False),
-    "step_size": StepSize(momentum=False, calibrate=False, part=1.0),
-    "refresh": Refresh(curvature=1, inverse=1, decay=0.9),
+    "step_size": StepSize(momentum=False, calibrate=False, share=1.0, part=1.0),
+    "refresh": Refresh(curvature=1, inverse=1, decay=0.9, average=0.95),
     "guard": Guard(refuse=False),
 }
 """The paper's own configuration: ``gn.GaussNewton(model, criterion, **gn.PAPER)``. The paper

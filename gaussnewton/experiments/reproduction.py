@@ -25,7 +25,7 @@ from gaussnewton.experiments.run import Watcher, train
 from gaussnewton.experiments.search import folder_name, grid
 from gaussnewton.experiments.stopping import Stopped, stopping
 
-ALIGNED_AT = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+ALIGNED_AT = (1, 3, 10, 30, 100, 300, 1000, 3000, 5000)
 SMALL_BATCH = 250
 """Of the alignment under a budget. The paper found no difference between 250 and 1000."""
 

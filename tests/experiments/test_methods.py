@@ -33,7 +33,7 @@ def test_the_papers_methods(curvature: str, ending: str, average: float) -> None
     made = gauss_newton(curvature + ending, seed=7)
     for name in ("damping", "step_size", "guard"):
         assert getattr(made, name) == gn.PAPER[name]
-    assert made.refresh == gn.Refresh(curvature=1, inverse=1, decay=average)
+    assert made.refresh == gn.Refresh(curvature=1, inverse=1, decay=average, average=0.95)
     if curvature == "kfac":
         assert isinstance(made.curvature, gn.KFAC)
         assert (made.curvature.samples, made.curvature.seed) == (1, 7)

@@ -28,7 +28,7 @@ def compute(
     methods: Sequence[str] = ("kfra", "kfac", "kflr"),
     optimizer: gn.GaussNewton | None = None,
     weight_decay: float = 0.0,
-    max_iterations: int = 50,
+    max_iterations: int = 250,
     tolerance: float = 1e-3,
     budget: str = "",
     stop: Callable[[int], bool] | None = None,
