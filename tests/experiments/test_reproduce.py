@@ -71,7 +71,7 @@ def test_a_figure_of_progress(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     assert all([p[0] for p in run["points"]] == [0, 1, 2, 3, 4] for run in found.values())
     assert "4 updates a method (full size: 200 updates with curvature" in result["budget"]
     caption = FIGURES["curves"].caption(result)
-    assert "with averaged parameters (appendix B.4)" in caption
+    assert "averaged parameters (appendix B.4)" in caption
     assert "the best of 4 rates, not of the paper's grid" in caption
 
     assert reproduce("curves", "--updates", "4") == 0
@@ -87,9 +87,11 @@ def test_what_is_drawn_is_what_was_recorded(tmp_path: Path) -> None:
     reproduction.Reproduction(tmp_path, Budget(updates=2), threads=1).make("mixture")
     runs = load(tmp_path / "mixture.json")["problems"][0]["runs"]
     assert [run["method"] for run in runs] == ["kflr", "kfra", "kfac", "gaussnewton", *["adam"] * 2]
-    lines = (tmp_path / "runs" / "mixture" / "kflr" / "metrics.jsonl").read_text().splitlines()
+    lines = (tmp_path / "runs" / "mixture" / "kflr-ma" / "metrics.jsonl").read_text().splitlines()
     recorded = [json.loads(line) for line in lines]
-    assert runs[0]["points"] == [[r["update"], r["seconds"], r["averaged_loss"]] for r in recorded]
+    assert runs[0]["points"] == [
+        [r["update"], r["seconds"], min(r["loss"], r["averaged_loss"])] for r in recorded
+    ]
 
 
 def test_the_grid_of_adam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
