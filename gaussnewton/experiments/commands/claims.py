@@ -58,8 +58,12 @@ def shares(seconds: float) -> tuple[float, float]:
         >>> [round(share) for share in shares(3600.0)]
         [62, 180]
     """
-    runs = sum(len(entries(name)) + 1 + len(RATES) for name in (*DATA_SETS, "mixture"))
-    return (1 - ALIGNED) * seconds / (OVERHEAD * runs), ALIGNED * seconds / len(DATA_SETS)
+    return (1 - ALIGNED) * seconds / (OVERHEAD * _runs()), ALIGNED * seconds / len(DATA_SETS)
+
+
+def _runs() -> int:
+    """How many there are in all. Adam has one at 1e-3 and one at each other rate."""
+    return sum(len(entries(name)) + 1 + len(RATES) for name in (*DATA_SETS, "mixture"))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -69,7 +73,9 @@ def run(options: argparse.Namespace) -> int:
     each, aligned = (float(f"{share:.3g}") for share in shares(options.seconds))
     print(
         f"About {duration(options.seconds)}: {each:g} s of updates for every method on every "
-        f"problem, {aligned:g} s for every alignment.",
+        f"problem, for Adam at each of {1 + len(RATES)} rates ({_runs()} runs, about {OVERHEAD:g} "
+        f"times as long with evaluations), and about {aligned:g} s for every alignment. "
+        "What is there already is not run again.",
         flush=True,
     )
     common = {"data": options.data, "seed": options.seed, "threads": options.threads}
