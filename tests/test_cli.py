@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from gaussnewton.cli import main
@@ -18,3 +21,9 @@ def test_bad_arguments_get_a_sentence(arguments: list[str], capsys) -> None:
         main(arguments)
     assert end.value.code == 2
     assert "error:" in capsys.readouterr().err
+
+
+def test_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "gaussnewton", "--version"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert said.startswith("gaussnewton ")

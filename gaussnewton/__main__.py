@@ -1,0 +1,7 @@
+"""``python -m gaussnewton`` is the command ``gaussnewton``."""
+
+import sys
+
+from gaussnewton.cli import main
+
+sys.exit(main())
