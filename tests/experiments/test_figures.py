@@ -135,6 +135,19 @@ def test_more_samples_add_nothing_to_one_output() -> None:
     assert one[1]["rank"] == one[2]["rank"] == one[0]["rank"] == [5, 10]
     ten = result["panels"][0]["series"]
     assert ten[2]["rank"][0] > ten[1]["rank"][0]
+    # Of two targets, as of the mixture, the scores have mean zero, and so are parallel too.
+    said = "More samples add nothing for: one output, mixture of two classifiers."
+    assert rank.caption(result).endswith(f"0 of 18 ranks exceed their bound. {said}")
+
+
+def test_the_caption_says_of_samples_only_what_was_seen() -> None:
+    ten, one, _ = rank.problems(data=6)
+    assert "samples add" not in rank.caption(rank.compute([ten], counts=(6,), samples=(1, 2)))
+    assert "samples add" not in rank.caption(rank.compute([one], counts=(6,), samples=(1,)))
+    # With one datum for each parameter and more there is no room for any difference.
+    full = rank.compute([one], counts=(6,), samples=(1, 2))
+    full["panels"][0]["series"][2]["bound"] = full["panels"][0]["series"][1]["bound"]
+    assert "samples add" not in rank.caption(full)
 
 
 # Alignment
