@@ -198,6 +198,27 @@ def test_alignment_follows_the_trajectory_of_kfra_star() -> None:
     assert json.loads(json.dumps(result)) == result
 
 
+def test_the_seed_is_that_of_the_draws() -> None:
+    def found(seed: int) -> dict[str, list[float]]:
+        data = batches(
+            torch.rand(60, 6, generator=torch.Generator().manual_seed(0)).double(), size=20
+        )
+        settings = {"updates": (1,), "max_iterations": 3, "seed": seed}
+        return alignment.compute(autoencoder(), nn.BCEWithLogitsLoss(), data, **settings)["whole"]
+
+    one, again, other = found(0), found(0), found(1)
+    assert list(one) == ["kfra", "kfra*", "kfac", "kfac*", "kflr", "kflr*"]
+    assert one == again
+    assert {step for step in one if one[step] != other[step]} == {"kfac", "kfac*"}
+
+
+def test_a_residual_that_is_no_number_can_be_said() -> None:
+    data = batches(torch.rand(20, 6).double(), size=20)
+    result = alignment.compute(autoencoder(), nn.BCEWithLogitsLoss(), data, updates=(1,))
+    result["residuals"]["whole"] = [None]  # as it comes back from JSON
+    assert "inf (full)" in alignment.caption(result)
+
+
 def test_alignment_wants_rising_updates() -> None:
     for updates in ((), (0, 1), (2, 1)):
         with pytest.raises(ValueError, match="must rise"):
