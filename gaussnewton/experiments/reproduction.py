@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from gaussnewton.experiments.aligning import aligning
 from gaussnewton.experiments.budget import Budget, at_least
 from gaussnewton.experiments.claims import DATA_SETS
 from gaussnewton.experiments.config import Config, configure, with_threads_of
-from gaussnewton.experiments.data import Batches
 from gaussnewton.experiments.figures import FIGURES, alignment, load
-from gaussnewton.experiments.lineup import ADAM, LOSSES, RATES, adam_lines, drawn, entries
+from gaussnewton.experiments.lineup import (
+    ADAM,
+    CPU_DEPARTS,
+    LOSSES,
+    RATES,
+    Drawn,
+    adam_lines,
+    drawn,
+    entries,
+    setting_of,
+    threads_text,
+    titled_alike,
+)
 from gaussnewton.experiments.live import Bar, Lines
+from gaussnewton.experiments.methods import method
 from gaussnewton.experiments.problems import Data, problem
 from gaussnewton.experiments.record import Folder, Run, read_run, read_runs
 from gaussnewton.experiments.run import Watcher, train
 from gaussnewton.experiments.search import folder_name, grid
-from gaussnewton.experiments.stopping import Stopped, stopping
+from gaussnewton.experiments.stopping import Stopped
 
-ALIGNED_AT = (1, 3, 10, 30, 100, 300, 1000, 3000, 5000)
-SMALL_BATCH = 250
-"""Of the alignment under a budget. The paper found no difference between 250 and 1000."""
+SEARCHES = Path("runs")
+"""Where ``gaussnewton search`` records its runs if it is not told."""
 
 
 @dataclass
@@ -41,6 +49,8 @@ class Reproduction:
         seed: of everything.
         threads: of torch; by default its own choice, or that of the run that goes on.
         search: whether to run the paper's grid for Adam.
+        searches: runs of Adam in ``PROBLEM/search`` below it are used too: those that
+            ``gaussnewton search`` left.
         aligned: the problems whose alignment is looked at.
         watcher: is shown how runs go.
     """
@@ -51,6 +61,7 @@ class Reproduction:
     seed: int = 0
     threads: int | None = None
     search: bool = False
+    searches: Path = SEARCHES
     aligned: Sequence[str] = DATA_SETS
     watcher: Watcher = field(default_factory=Watcher)
 
@@ -70,40 +81,60 @@ class Reproduction:
         kind = FIGURES[name]
         if kind.needs == "nothing":
             return [kind.save(kind.compute(seed=self.seed), self.out)["png"]]
-        of = DATA_SETS if name == "cpu" else (name,)
-        shown, said = [], []
-        for each in of:
-            lines, adam = self._lines(each)
-            title = FIGURES[each].title if each in FIGURES else problem(each).title
-            shown.append({"title": title, "runs": lines})
-            said.append(f"{adam} ({title})." if len(of) > 1 else f"{adam}.")
-        only = problem(of[0]) if len(of) == 1 else None
-        result = kind.compute(
-            shown, budget=self._budget_text(only), note=" ".join([LOSSES, *dict.fromkeys(said)])
-        )
-        return [kind.save(result, self.out)["png"]]
+        shown, note = self._cpu() if name == "cpu" else self._panel(name)
+        lines = [line for panel in shown for line in panel["runs"]]
+        only = None if name == "cpu" else problem(name)
+        budget = f"{self.budget.text(only)}, {threads_text(lines)}"
+        return [kind.save(kind.compute(shown, budget=budget, note=note), self.out)["png"]]
 
-    def _budget_text(self, of: Any) -> str:
-        threads = self.threads or torch.get_num_threads()
-        return f"{self.budget.text(of)}, {threads} thread{'s' if threads > 1 else ''}"
+    def _panel(self, name: str) -> tuple[list[dict[str, Any]], str]:
+        """What the figure of a problem shows, and what is to be said of it."""
+        lines, of = self._lines(name)
+        panel = {"title": FIGURES[name].title, "runs": lines}
+        return [panel], f"{LOSSES} Tuned Adam is the best of {of}."
+
+    def _cpu(self) -> tuple[list[dict[str, Any]], str]:
+        """The same of the three autoencoders together."""
+        panels, said = [], []
+        for name in DATA_SETS:
+            lines, of = self._lines(name)
+            runs, rate = titled_alike(lines)
+            panels.append({"title": FIGURES[name].title, "runs": runs})
+            said.append(f"{FIGURES[name].title}: {rate}, the best of {of}")
+        return panels, f"{LOSSES} Tuned Adam: {'; '.join(said)}. {CPU_DEPARTS}"
 
     # Runs
 
-    def _lines_of(self, name: str) -> tuple[list[dict[str, Any]], str]:
-        """All runs of a problem, as a figure wants them, and what Adam's settings are."""
+    def _lines_of(self, name: str) -> tuple[list[Drawn], str]:
+        """All runs of a problem, as a figure wants them, and of what tuned Adam is the best."""
         lines = [drawn(self._run(name, e.text), e, self.budget) for e in entries(name)]
         default = self._run(name, ADAM.text)
+        # Under the clock decay periods are shares of the updates that Adam 1e-3 came to.
+        updates = self._config(name, ADAM.text).updates or default.lines[-1]["update"]
+        settings = grid(updates, ["adam"])
         if self.search:
-            self._search(name, default)
-        found = self._searched(name)
-        if found:
-            said = f"Tuned Adam is the best of {len(found) + 1} settings that were searched"
-        else:
-            found = [
-                self._run(name, f"adam:rate={rate!r}", keep_checkpoint=False) for rate in RATES
-            ]
-            said = f"Tuned Adam is the best of {len(found) + 1} rates, not of the paper's grid"
-        return [*lines, *adam_lines(default, found, self.budget)], said
+            for setting in settings:
+                self._run(name, setting.text, "search", keep_checkpoint=False)
+        tried = self._tried(name, default, updates)
+        papers = {setting_of(each, updates) for each in settings}
+        said = f"{len(tried)} settings, {len(papers & set(tried))} of the grid's {len(papers)}"
+        others = [run for run in tried.values() if run is not default]
+        return [*lines, *adam_lines(default, others, self.budget)], said
+
+    def _tried(self, name: str, default: Run, updates: int) -> dict[tuple[float, int | None], Run]:
+        """Runs of Adam by setting: what searches left, and always the four rates.
+
+        A search may have been stopped anywhere, before any rate that is good for something.
+        """
+
+        def by_setting(runs: Iterable[Run]) -> dict[tuple[float, int | None], Run]:
+            return {setting_of(run.config.the_method(), updates): run for run in runs}
+
+        found = by_setting([*self._searched(name), default])
+        rates = [method(f"adam:rate={rate!r}") for rate in RATES]
+        missing = [each for each in rates if setting_of(each, updates) not in found]
+        own = (self._run(name, each.text, keep_checkpoint=False) for each in missing)
+        return found | by_setting(own)
 
     def _run(self, name: str, text: str, where: str = "", keep_checkpoint: bool = True) -> Run:
         """A run to the end of its budget; one that was recorded with a larger one is used."""
@@ -138,25 +169,19 @@ class Reproduction:
     def _data(self, name: str) -> Data:
         return problem(name).data(self.data)
 
-    def _search(self, name: str, default: Run) -> None:
-        """Run the paper's grid of Adam.
-
-        Under the clock its decay periods are shares of the updates that Adam 1e-3 came to.
-        """
-        updates = self._config(name, ADAM.text).updates or default.lines[-1]["update"]
-        for setting in grid(updates, ["adam"]):
-            self._run(name, setting.text, "search", keep_checkpoint=False)
-
     def _searched(self, name: str) -> list[Run]:
         """Runs of Adam that a search left, of this seed and with this budget or more."""
         asked = self._config(name, ADAM.text)
+        places = [self.searches / name / "search", self.out / "runs" / name / "search"]
         return [
             run
-            for run in read_runs(self.out / "runs" / name / "search")
+            for place in places
+            for run in read_runs(place)
             if run.result is not None
             and run.config.the_method().name == "adam"
             and run.config.seed == self.seed
-            and run.config.batch == asked.batch
+            and (run.config.batch, run.config.dtype) == (asked.batch, asked.dtype)
+            and not run.config.the_method().values["weight_decay"]
             and (run.result.status == "diverged" or not run.config.ends_before(asked))
         ]
 
@@ -164,33 +189,27 @@ class Reproduction:
 
     def _alignment(self, name: str) -> Path:
         """One data set's, unless it is there already just as it is asked for."""
+        runs = self.out / "runs" / "alignment"
+        work = aligning(name, self.budget, runs, seed=self.seed, threads=self.threads)
+        text = f"{self.budget.own or 'full size'}, batches of {work.config.batch}"
         saved = self.out / f"alignment-{name}.json"
-        what = problem(name)
-        batch = what.batch if self.budget.full else min(what.batch, SMALL_BATCH)
-        text = f"{self.budget.own or 'full size'}, batches of {batch}"
-        asked = {"seed": self.seed, "budget": text}
-        if saved.exists() and load(saved).get("asked") == asked:
+        if saved.exists() and self._is_asked(load(saved), text):
             return saved.with_suffix(".png")
-        x, y = self._read(name)
-        batches = Batches(x, y, batch, self.seed)
-        most = self.budget.updates or ALIGNED_AT[-1]
-        with stopping() as stop:
-            result = alignment.compute(
-                what.network(self.seed), what.criterion(), batches,
-                title=name.upper(), updates=sorted({t for t in ALIGNED_AT if t < most} | {most}),
-                budget=text, stop=self._until(lambda: stop.asked), progress=sys.stderr.isatty(),
-            )  # fmt: skip
-            asked_to_stop = stop.asked
-        if result["updates"]:
-            whole = {} if asked_to_stop else {"asked": asked}  # a part is made anew
+        self._say(f"alignment of {name}  ")
+        ended = work.run(partial(self._read, name), self.watcher)
+        points = work.points()
+        if points:
+            threads = work.config.threads
+            said = f"{text}, {threads_text([{'threads': [threads]}])}"
+            result = alignment.gathered(points, title=name.upper(), budget=said)
+            asked = {"seed": self.seed, "budget": text, "threads": threads}
+            whole = {"asked": asked} if ended else {}  # of a part more is to come
             FIGURES["alignment"].save({**result, **whole}, self.out, saved.stem)
-        if asked_to_stop:
+        if not ended:
             raise Stopped
         return saved.with_suffix(".png")
 
-    def _until(self, stop: Callable[[], bool]) -> Callable[[int], bool]:
-        """Whether to end: after Ctrl-C at once, after the seconds once there is a point."""
-        began, most = time.monotonic(), self.budget.seconds
-        return lambda points: (
-            stop() or (most is not None and points > 0 and time.monotonic() - began >= most)
-        )
+    def _is_asked(self, result: dict[str, Any], text: str) -> bool:
+        asked = result.get("asked", {})
+        mine = asked.get("seed") == self.seed and asked.get("budget") == text
+        return mine and self.threads in (None, asked.get("threads"))

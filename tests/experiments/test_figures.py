@@ -135,6 +135,19 @@ def test_more_samples_add_nothing_to_one_output() -> None:
     assert one[1]["rank"] == one[2]["rank"] == one[0]["rank"] == [5, 10]
     ten = result["panels"][0]["series"]
     assert ten[2]["rank"][0] > ten[1]["rank"][0]
+    # Of two targets, as of the mixture, the scores have mean zero, and so are parallel too.
+    said = "More samples add nothing for: one output, mixture of two classifiers."
+    assert rank.caption(result).endswith(f"0 of 18 ranks exceed their bound. {said}")
+
+
+def test_the_caption_says_of_samples_only_what_was_seen() -> None:
+    ten, one, _ = rank.problems(data=6)
+    assert "samples add" not in rank.caption(rank.compute([ten], counts=(6,), samples=(1, 2)))
+    assert "samples add" not in rank.caption(rank.compute([one], counts=(6,), samples=(1,)))
+    # With one datum for each parameter and more there is no room for any difference.
+    full = rank.compute([one], counts=(6,), samples=(1, 2))
+    full["panels"][0]["series"][2]["bound"] = full["panels"][0]["series"][1]["bound"]
+    assert "samples add" not in rank.caption(full)
 
 
 # Alignment
@@ -183,6 +196,27 @@ def test_alignment_follows_the_trajectory_of_kfra_star() -> None:
     assert result["residuals"]["whole"][-1] == pytest.approx(expected.whole_solve.residual)
     assert result["loss"][-1] == pytest.approx(float(criterion(looked_at(x), y).detach()))
     assert json.loads(json.dumps(result)) == result
+
+
+def test_the_seed_is_that_of_the_draws() -> None:
+    def found(seed: int) -> dict[str, list[float]]:
+        data = batches(
+            torch.rand(60, 6, generator=torch.Generator().manual_seed(0)).double(), size=20
+        )
+        settings = {"updates": (1,), "max_iterations": 3, "seed": seed}
+        return alignment.compute(autoencoder(), nn.BCEWithLogitsLoss(), data, **settings)["whole"]
+
+    one, again, other = found(0), found(0), found(1)
+    assert list(one) == ["kfra", "kfra*", "kfac", "kfac*", "kflr", "kflr*"]
+    assert one == again
+    assert {step for step in one if one[step] != other[step]} == {"kfac", "kfac*"}
+
+
+def test_a_residual_that_is_no_number_can_be_said() -> None:
+    data = batches(torch.rand(20, 6).double(), size=20)
+    result = alignment.compute(autoencoder(), nn.BCEWithLogitsLoss(), data, updates=(1,))
+    result["residuals"]["whole"] = [None]  # as it comes back from JSON
+    assert "inf (full)" in alignment.caption(result)
 
 
 def test_alignment_wants_rising_updates() -> None:

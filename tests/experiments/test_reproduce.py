@@ -21,12 +21,11 @@ from gaussnewton.experiments.budget import Budget, at_least
 from gaussnewton.experiments.claims import CLAIMS
 from gaussnewton.experiments.commands import claims as claims_command
 from gaussnewton.experiments.config import configure
-from gaussnewton.experiments.figures import FIGURES, load
+from gaussnewton.experiments.figures import FIGURES, load, progress
 from gaussnewton.experiments.lineup import ADAM, AUTOENCODER, Entry, adam_lines, drawn, entries
 from gaussnewton.experiments.problems import PROBLEMS
 from gaussnewton.experiments.record import Result, Run, read_run
 from gaussnewton.experiments.run import train
-from gaussnewton.experiments.stopping import Stop, Stopped
 
 NARROW = replace(PROBLEMS["tiny"], sizes=(196, 12, 4, 12, 196), batch=50)
 
@@ -72,7 +71,9 @@ def test_a_figure_of_progress(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     assert "4 updates a method (full size: 200 updates with curvature" in result["budget"]
     caption = FIGURES["curves"].caption(result)
     assert "averaged parameters (appendix B.4)" in caption
-    assert "the best of 4 rates, not of the paper's grid" in caption
+    # At four updates the grid has eight rates and three periods of decay.
+    assert "Tuned Adam is the best of 4 settings, 3 of the grid's 24." in caption
+    assert found["adam", "tuned"]["tuned_of"] == 4
 
     assert reproduce("curves", "--updates", "4") == 0
     again = capsys.readouterr().out
@@ -101,14 +102,74 @@ def test_the_grid_of_adam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     settings = [run["setting"] for run in result["problems"][0]["runs"]]
     assert settings == ["", "default", "tuned", "top 10", "top 20"]
     searched = len(list((tmp_path / "results" / "runs" / "mnist" / "search").iterdir()))
-    assert f"the best of {searched + 1} settings that were searched" in result["note"]
-    # It is used without --search too, and needs no rates of its own; but not for more updates.
+    assert searched == 24
+    assert "the best of 25 settings, 24 of the grid's 24" in result["note"]
+    # It is used without --search too, and has the other rates; but not for more updates.
     assert reproduce("mnist", "--updates", "4") == 0
     runs = tmp_path / "results" / "runs" / "mnist"
     assert not list(runs.glob("adam,*"))
     assert load(tmp_path / "results" / "mnist.json")["note"] == result["note"]
     assert reproduce("mnist", "--updates", "5") == 0
     assert len(list(runs.glob("adam,*"))) == 3
+
+
+def searched(problem: str, text: str, **asked: Any) -> None:
+    config = configure(problem, text, **{"updates": 4, "threads": 1, **asked})
+    train(config, Path("runs") / problem / "search" / text.replace(":", ","))
+
+
+def test_a_search_that_was_stopped_is_no_grid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is there of it, where the command for it leaves it, stands beside the four rates."""
+    monkeypatch.setattr(reproduction, "entries", lambda _: ())
+    searched("mnist", "adam:rate=2^-6,decay=1")
+    searched("mnist", "adam:rate=2^-8,decay=4")  # as without a decay, which need not be run
+    searched("mnist", "adam:rate=0.25")
+    for text, other in (("adam:rate=2^-7", {"seed": 1}), ("adam:rate=2^-10", {"batch": 20}),
+                        ("sgd:rate=2^-6", {}), ("adam:rate=2^-13", {"updates": 3}),
+                        ("adam:rate=2^-12", {"dtype": "float64"})):  # fmt: skip
+        searched("mnist", text, **other)
+    assert reproduce("mnist", "--updates", "4") == 0
+    result = load(tmp_path / "results" / "mnist.json")
+    assert "Tuned Adam is the best of 6 settings, 4 of the grid's 24." in result["note"]
+    assert result["problems"][0]["runs"][-1]["tuned_of"] == 6
+    runs = (tmp_path / "results" / "runs" / "mnist").glob("adam,*")
+    assert {path.name for path in runs} == {"adam,rate=2^-9", "adam,rate=2^-11"}
+    assert reproduce("mnist", "--updates", "4", "--searches", "nowhere") == 0
+    result = load(tmp_path / "results" / "mnist.json")
+    assert "the best of 4 settings, 3 of the grid's 24" in result["note"]
+
+
+def test_the_budget_names_the_threads_of_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reproduction, "entries", lambda _: AUTOENCODER[:1])
+    reproduction.Reproduction(tmp_path, Budget(updates=1), threads=1).make("curves")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    reproduction.Reproduction(tmp_path, Budget(updates=1)).make("curves")  # all was recorded
+    assert load(tmp_path / "curves.json")["budget"].endswith("without), 1 thread")
+
+
+def test_the_figure_of_the_cpu_has_one_tuned_adam_in_its_legend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reproduction, "entries", lambda _: AUTOENCODER[:1])
+    # With few updates the highest rate is the best, and it is another one for each.
+    for power, name in enumerate(("curves", "faces", "mnist"), start=5):
+        searched(name, f"adam:rate=2^-{power}")
+    assert reproduce("cpu", "--updates", "4") == 0
+    result = load(tmp_path / "results" / "cpu.json")
+    drawn_lines = [run for panel in result["problems"] for run in panel["runs"]]
+    tuned = [run for run in drawn_lines if run["setting"] == "tuned"]
+    assert [run["title"] for run in tuned] == ["Adam, tuned"] * 3
+    labels = [handle.get_label() for handle in progress._handles(result["problems"])]
+    assert labels == ["KFRA", "Adam 1e-3", "Adam, tuned"]
+    caption = FIGURES["cpu"].caption(result)
+    assert "CURVES: rate 2^-5, the best of 5 settings, 3 of the grid's 24; FACES: rate" in caption
+    assert "MNIST: rate 2^-7, the best of 5 settings, 4 of" in caption
+    assert "paper's figure has binary cross-entropy on all three" in caption
+    assert "here FACES has squared error, and the inversion is the factored one" in caption
 
 
 def test_the_grid_by_the_clock_has_the_updates_of_adam(
@@ -130,27 +191,13 @@ def test_alignment_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture) -
     path = tmp_path / "results" / "alignment-tiny.json"
     result, written = load(path), path.stat().st_mtime_ns
     assert result["updates"] == [1, 2]
-    assert result["budget"] == "2 updates, batches of 50"
-    assert "budget: 2 updates, batches of 50" in FIGURES["alignment"].caption(result)
+    assert result["budget"] == "2 updates, batches of 50, 1 thread"
+    assert "budget: 2 updates, batches of 50, 1 thread" in FIGURES["alignment"].caption(result)
     assert reproduce(*arguments) == 0
     assert path.stat().st_mtime_ns == written
-    assert "alignment: results/alignment-tiny.png" in capsys.readouterr().out
-
-
-def test_alignment_ends_by_the_clock_and_by_ctrl_c(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = reproduction.Reproduction(tmp_path, Budget(seconds=1e-3), aligned=["tiny"])
-    made.make("alignment")
-    assert load(tmp_path / "alignment-tiny.json")["updates"] == [1]
-
-    monkeypatch.setattr(Stop, "asked", property(lambda _: True, lambda *_: None), raising=False)
-    stopped = reproduction.Reproduction(tmp_path, Budget(updates=3), aligned=["tiny"])
-    with pytest.raises(Stopped):
-        stopped.make("alignment")
-    part = load(tmp_path / "alignment-tiny.json")
-    assert part["updates"] == [1]
-    assert "asked" not in part  # so that it is made anew
+    said = capsys.readouterr().out
+    assert "alignment: results/alignment-tiny.png" in said
+    assert said.count("alignment of tiny  KFRA: finished after 2 updates") == 1
 
 
 def test_ctrl_c_says_what_to_type(
@@ -251,6 +298,8 @@ def test_the_best_adam_is_tuned() -> None:
     assert (first["title"], first["setting"], first["style"]) == (ADAM.title, "default", ADAM.style)
     assert tuned["title"] == "Adam, tuned: rate 2^-9, halved every 20"
     assert tuned["points"][-1] == [1, 0.5, 3.0]
+    assert tuned["tuned_of"] == 3
+    assert "tuned_of" not in first
     assert adam_lines(default, [], Budget())[1]["title"] == "Adam, tuned: rate 0.001"
 
 

@@ -15,18 +15,22 @@ from gaussnewton.experiments.live import watcher
 from gaussnewton.experiments.names import look_up
 from gaussnewton.experiments.parsing import count, positive, whole
 from gaussnewton.experiments.problems import problem
-from gaussnewton.experiments.reproduction import Reproduction
+from gaussnewton.experiments.reproduction import SEARCHES, Reproduction
 from gaussnewton.experiments.stopping import Stopped
 
 SUMMARY = "make the paper's figures"
 DESCRIPTION = """\
 Train what a figure of the paper needs, and draw it: OUT/FIGURE.json, .svg and .png. Runs are
-recorded below OUT/runs and are not repeated. Ctrl-C stops after the present update; the same
-command goes on from there.
+recorded below OUT/runs and are not repeated; alignment is recorded there too, point by point.
+Ctrl-C stops after the present update; the same command goes on from there.
 
 Without a budget it is the paper's: 5,000 updates with curvature and 40,000 without, four times as
 many on FACES, which takes days. The figure says what its budget was. The figure "cpu" shows the
 runs of the three autoencoders again, by seconds.
+
+Tuned Adam is the best of four rates and of all settings that were searched with as large a budget,
+by --search here or by "gaussnewton search", which records its runs below "runs" unless it is told
+another --out: name that with --searches. The figure says how many of the paper's grid there were.
 """
 EXAMPLES = """\
 examples:
@@ -50,8 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--search",
         action="store_true",
-        help="run the paper's grid of 40 settings of Adam, each with this budget; without it tuned "
-        "Adam is the best of the settings searched before below OUT, or else of four rates",
+        help="run the paper's grid of 40 settings of Adam, each with this budget",
+    )
+    group.add_argument(
+        "--searches",
+        type=Path,
+        default=SEARCHES,
+        metavar="FOLDER",
+        help="the --out of gaussnewton search: its runs are used too (default: %(default)s)",
     )
     add_place(parser)
     parser.add_argument_group("alignment").add_argument(
@@ -102,6 +112,7 @@ def run(options: argparse.Namespace) -> int:
         seed=options.seed,
         threads=options.threads,
         search=options.search,
+        searches=options.searches,
         aligned=options.problem,
         watcher=watcher(),
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +12,20 @@ from torch import nn
 from tqdm.auto import tqdm
 
 import gaussnewton as gn
+from gaussnewton.experiments.data import Batches
 from gaussnewton.experiments.extra import require
 from gaussnewton.experiments.figures.style import canvas, dress, legend, line, note
 
 if TYPE_CHECKING:
     import matplotlib.figure
+
+
+Point = dict[str, Any]
+"""What was found after one update: plain values, ``layers`` and ``whole`` by step."""
+
+METHODS = ("kfra", "kfac", "kflr")
+MAX_ITERATIONS = 250
+TOLERANCE = 1e-3
 
 
 def compute(
@@ -25,13 +35,13 @@ def compute(
     *,
     title: str = "",
     updates: Sequence[int] = (1, 2, 5, 10, 20, 50, 100),
-    methods: Sequence[str] = ("kfra", "kfac", "kflr"),
+    methods: Sequence[str] = METHODS,
     optimizer: gn.GaussNewton | None = None,
     weight_decay: float = 0.0,
-    max_iterations: int = 250,
-    tolerance: float = 1e-3,
+    max_iterations: int = MAX_ITERATIONS,
+    tolerance: float = TOLERANCE,
+    seed: int = 0,
     budget: str = "",
-    stop: Callable[[int], bool] | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
     """Train along the trajectory of KFRA*, and look at the steps of all methods on the way.
@@ -52,8 +62,8 @@ def compute(
             given here too.
         max_iterations: of conjugate gradients for each reference step.
         tolerance: of their residuals.
+        seed: of KFAC's draws.
         budget: on what the figure rests, for the figure to say.
-        stop: is told after each update how many points there are, and whether to end there.
         progress: show a bar.
 
     Returns:
@@ -76,50 +86,159 @@ def compute(
     """
     if list(updates) != sorted(set(updates)) or not updates or updates[0] < 1:
         raise ValueError(f"updates must rise from 1 or more, not {list(updates)}")
-    if optimizer is None:
-        settings = {**gn.PAPER, "curvature": "kfra", "inversion": "factored"}
-        optimizer = gn.GaussNewton(model, criterion, weight_decay=weight_decay, **settings)
-    result: dict[str, Any] = {
-        "figure": "alignment", "title": title, "updates": [], "loss": [], "damping": [],
-        "layers": {}, "whole": {}, "block_diagonal": [],
-        "residuals": {"layers": [], "whole": []}, "converged": [],
-        "settings": {"max_iterations": max_iterations, "tolerance": tolerance}, "budget": budget,
-    }  # fmt: skip
-    for t in tqdm(range(1, updates[-1] + 1), desc="alignment", disable=not progress):
-        x, y = next(batches)
-        optimizer.zero_grad()
-        criterion(model(x), y).backward()
-        optimizer.step()
-        if t in updates:
-            damping = float(optimizer.diagnostics["gamma"]) + weight_decay
-            x, y = next(batches)
-            found = gn.alignment(
-                model, criterion, (x, y), methods, damping=damping, weight_decay=weight_decay,
-                max_iterations=max_iterations, tolerance=tolerance,
-            )  # fmt: skip
-            with torch.no_grad():
-                loss = float(criterion(model(x), y))
-            _append(result, found, t, loss)
-        if stop is not None and stop(len(result["updates"])):
-            break
-    return result
+    trajectory = Trajectory(
+        model, criterion, batches, methods, optimizer, weight_decay, max_iterations, tolerance, seed
+    )
+    points = []
+    for _ in tqdm(range(updates[-1]), desc="alignment", disable=not progress):
+        trajectory.step()
+        if trajectory.update in updates:
+            points.append(trajectory.look())
+    return gathered(
+        points, title=title, budget=budget, max_iterations=max_iterations, tolerance=tolerance
+    )
 
 
-def _append(result: dict[str, Any], found: gn.diagnostics.Alignment, t: int, loss: float) -> None:
-    result["updates"].append(t)
-    result["loss"].append(loss)
-    result["damping"].append(found.damping)
-    for name, cosines in found.layers.items():
-        own = result["layers"].setdefault(name, {})
-        for step, cosine in cosines.items():
-            own.setdefault(step, []).append(cosine)
-    for step, cosine in found.whole.items():
-        result["whole"].setdefault(step, []).append(cosine)
-    result["block_diagonal"].append(found.block_diagonal)
-    worst = max(solve.residual for solve in found.layer_solves.values())
-    result["residuals"]["layers"].append(worst)
-    result["residuals"]["whole"].append(found.whole_solve.residual)
-    result["converged"].append(found.converged)
+class Trajectory:
+    """A network on its way along KFRA*, which can be looked at after any update.
+
+    The arguments are those of :func:`compute`. What was saved on the way loads into a new one with
+    the same arguments, and goes on bit for bit, if the batches are
+    :class:`~gaussnewton.experiments.data.Batches`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        criterion: nn.Module,
+        batches: Iterator[Any],
+        methods: Sequence[str] = METHODS,
+        optimizer: gn.GaussNewton | None = None,
+        weight_decay: float = 0.0,
+        max_iterations: int = MAX_ITERATIONS,
+        tolerance: float = TOLERANCE,
+        seed: int = 0,
+    ) -> None:
+        self.model, self.criterion, self.batches = model, criterion, batches
+        self.methods, self.weight_decay, self.seed = methods, weight_decay, seed
+        self.solving: dict[str, Any] = {"max_iterations": max_iterations, "tolerance": tolerance}
+        self.optimizer = optimizer or _kfra_star(model, criterion, weight_decay)
+        self.update, self.seconds = 0, 0.0
+
+    def step(self) -> dict[str, Any]:
+        """One update; what there is to say of it."""
+        started = time.perf_counter()
+        x, y = next(self.batches)
+        self.optimizer.zero_grad()
+        loss = self.criterion(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        self.update += 1
+        self.seconds += time.perf_counter() - started
+        said = self.optimizer.diagnostics
+        line = {"update": self.update, "seconds": self.seconds, "batch_loss": loss.item()}
+        return line | {key: said.get(key) for key in ("tau", "gamma", "rho")}
+
+    def look(self) -> Point:
+        """Compare the steps of all methods on the next batch."""
+        started = time.perf_counter()
+        x, y = next(self.batches)
+        found = gn.alignment(
+            self.model, self.criterion, (x, y), [self._estimator(name) for name in self.methods],
+            damping=float(self.optimizer.diagnostics["gamma"]) + self.weight_decay,
+            weight_decay=self.weight_decay, **self.solving,
+        )  # fmt: skip
+        with torch.no_grad():
+            loss = float(self.criterion(self.model(x), y))
+        self.seconds += time.perf_counter() - started
+        return {
+            "update": self.update,
+            "loss": loss,
+            "damping": found.damping,
+            "layers": {name: self._by_name(each) for name, each in found.layers.items()},
+            "whole": self._by_name(found.whole),
+            "block_diagonal": found.block_diagonal,
+            "layers_residual": max(solve.residual for solve in found.layer_solves.values()),
+            "whole_residual": found.whole_solve.residual,
+            "converged": found.converged,
+        }
+
+    def _estimator(self, name: str) -> str | gn.KFAC:
+        """New at each point, so that its draws do not hang on the points before."""
+        return gn.KFAC(seed=self.seed) if name == "kfac" else name
+
+    def _by_name(self, cosines: Mapping[str, float]) -> dict[str, float | None]:
+        """By the names of methods, where an estimator has a longer one; JSON has no NaN."""
+        long = repr(gn.KFAC(seed=self.seed))
+        return {
+            step.replace(long, "kfac"): value if math.isfinite(value) else None
+            for step, value in cosines.items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on bit for bit: plain values and tensors."""
+        return {
+            "update": self.update,
+            "seconds": self.seconds,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "batches": self._saved_batches().state_dict(),
+            "random_state": torch.get_rng_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.update, self.seconds = state["update"], state["seconds"]
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._saved_batches().load_state_dict(state["batches"])
+        torch.set_rng_state(state["random_state"])
+
+    def _saved_batches(self) -> Batches:
+        assert isinstance(self.batches, Batches)
+        return self.batches
+
+
+def _kfra_star(model: nn.Module, criterion: nn.Module, weight_decay: float) -> gn.GaussNewton:
+    settings = {**gn.PAPER, "curvature": "kfra", "inversion": "factored"}
+    return gn.GaussNewton(model, criterion, weight_decay=weight_decay, **settings)
+
+
+def gathered(
+    points: Sequence[Point],
+    *,
+    title: str = "",
+    budget: str = "",
+    max_iterations: int = MAX_ITERATIONS,
+    tolerance: float = TOLERANCE,
+) -> dict[str, Any]:
+    """The figure's result from the points along a trajectory; see :func:`compute`."""
+    layers: dict[str, dict[str, list[Any]]] = {}
+    for point in points:
+        for name, cosines in point["layers"].items():
+            _append(layers.setdefault(name, {}), cosines)
+    whole: dict[str, list[Any]] = {}
+    for point in points:
+        _append(whole, point["whole"])
+    alone = ("loss", "damping", "block_diagonal", "converged")
+    return {
+        "figure": "alignment",
+        "title": title,
+        "updates": [point["update"] for point in points],
+        **{key: [point[key] for point in points] for key in alone},
+        "layers": layers,
+        "whole": whole,
+        "residuals": {
+            key: [point[f"{key}_residual"] for point in points] for key in ("layers", "whole")
+        },
+        "settings": {"max_iterations": max_iterations, "tolerance": tolerance},
+        "budget": budget,
+    }
+
+
+def _append(lists: dict[str, list[Any]], values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        lists.setdefault(key, []).append(value)
 
 
 def caption(result: dict[str, Any]) -> str:
@@ -134,7 +253,10 @@ def caption(result: dict[str, Any]) -> str:
 
 
 def _honesty(result: dict[str, Any]) -> str:
-    layers, whole = (max(result["residuals"][key]) for key in ("layers", "whole"))
+    layers, whole = (
+        max(math.inf if r is None else r for r in result["residuals"][key])  # JSON has no infinity
+        for key in ("layers", "whole")
+    )
     most = result["settings"]["max_iterations"]
     return (
         f"The exact steps are conjugate gradients of at most {most} iterations; relative residuals "

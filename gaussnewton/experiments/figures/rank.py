@@ -143,12 +143,20 @@ def _rank(rows: Float[Tensor, "m p"]) -> int:
 
 def caption(result: dict[str, Any]) -> str:
     """What the figure shows and what was found on it."""
+    vain = [panel["title"] for panel in result["panels"] if _samples_add_nothing(panel)]
     return (
         "Numerical rank (marks) of the Gauss-Newton matrix and of the Fisher matrix with S samples "
         "a datum, and the bounds of appendix D (lines): the sum of rank(H_L) over data, and NS. "
-        f"{result['violations']} of {result['checked']} ranks exceed their bound. With one output "
-        "more samples add nothing."
+        f"{result['violations']} of {result['checked']} ranks exceed their bound."
+        + (f" More samples add nothing for: {', '.join(vain)}." if vain else "")
     )
+
+
+def _samples_add_nothing(panel: dict[str, Any]) -> bool:
+    """Whether the Fisher matrix has the same rank for every S, though its bound rises."""
+    fisher = [series for series in panel["series"] if series["title"].startswith("Fisher")]
+    alike = all(series["rank"] == fisher[0]["rank"] for series in fisher)
+    return alike and any(series["bound"] != fisher[0]["bound"] for series in fisher)
 
 
 def draw(result: dict[str, Any]) -> matplotlib.figure.Figure:
