@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     )
     common = {"data": options.data, "seed": options.seed, "threads": options.threads}
     runs = Reproduction(options.out, Budget(seconds=each), watcher=watcher(), **common)
-    steps = Reproduction(options.out, Budget(seconds=aligned), **common)
+    steps = Reproduction(options.out, Budget(seconds=aligned), watcher=watcher(), **common)
     others = [name for name in FIGURES if name != "alignment"]
     for maker, names in ((runs, others), (steps, ["alignment"])):
         if not make(maker, names, options.typed):
