@@ -7,7 +7,7 @@ gn.verify(model, criterion, (x, y))
 """
 
 from gaussnewton import diagnostics, errors, exact, layers, losses
-from gaussnewton.blocks import Block, Curvature, DenseBlock, KroneckerBlock
+from gaussnewton.blocks import Block, Curvature, DenseBlock, GroupedBlock, KroneckerBlock
 from gaussnewton.diagnostics import alignment, verify
 from gaussnewton.estimate import curvature
 from gaussnewton.estimators import KFAC, KFLR, KFRA, BlockHessian, Estimator
@@ -33,6 +33,7 @@ __all__ = [
     "DenseBlock",
     "Estimator",
     "GaussNewton",
+    "GroupedBlock",
     "Guard",
     "HessianFree",
     "KroneckerBlock",

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gaussnewton.errors import NonFiniteError, UnsupportedGraphError
+from gaussnewton.layers import ChainRule
 from gaussnewton.segments import General, Identity, Path, Segment, segment_of
 from gaussnewton.tape import LayerCall, Record
 
@@ -21,6 +22,12 @@ class Link:
 
     call: LayerCall
     segment: Segment
+
+    @property
+    def rule(self) -> ChainRule:
+        """How matrices go back through the layer."""
+        assert isinstance(self.call.rule, ChainRule)
+        return self.call.rule
 
     @property
     def trained(self) -> bool:
@@ -36,7 +43,7 @@ class Chain:
     """
 
     def __init__(self, record: Record) -> None:
-        _check_criterion(record)
+        check_criterion(record)
         self.record = record
         self.links = list(_follow(record))
         self._check_coverage()
@@ -86,13 +93,14 @@ class Chain:
 
 def _follow(record: Record) -> Iterator[Link]:
     """Walk from the outputs to the first trained layer, one layer at a time."""
-    by_node = {call.output_edge.node: call for call in record.calls}
+    # A frozen layer that is no part of a chain is part of what lies between others.
+    by_node = {call.output_edge.node: call for call in record.calls if _may_be_linked(call, record)}
     remaining = set(record.theta.groups)
     end: GradientEdge | None = get_gradient_edge(record.outputs)
     like, place = record.outputs.detach(), "the outputs"
     while end is not None and remaining:
         nodes, sources = _trace(end, by_node)
-        _refuse_bare_parameters(nodes, record, place)
+        refuse_bare_parameters(nodes, record, place)
         if not sources:
             return
         if len(sources) > 1:
@@ -115,6 +123,18 @@ def _follow(record: Record) -> Iterator[Link]:
         end, like, place = call.input_edge, call.input, f"layer '{call.name}'"
 
 
+def _may_be_linked(call: LayerCall, record: Record) -> bool:
+    kind = type(call.module).__name__
+    objection = (
+        call.rule.objection(call.input)
+        if isinstance(call.rule, ChainRule)
+        else f"is a {kind}, which uses its weights at many positions of a datum"
+    )
+    if objection is not None and call.name in record.theta.groups:
+        raise UnsupportedGraphError(f"layer '{call.name}' ({kind}) {objection}.")
+    return objection is None
+
+
 def _trace(end: GradientEdge, by_node: dict[Any, LayerCall]) -> tuple[list[Any], list[LayerCall]]:
     """The graph's nodes from a place back to the layers it depends on, and those layers."""
     nodes: dict[Any, None] = {}
@@ -130,7 +150,8 @@ def _trace(end: GradientEdge, by_node: dict[Any, LayerCall]) -> tuple[list[Any],
     return list(nodes), list(sources.values())
 
 
-def _refuse_bare_parameters(nodes: list[Any], record: Record, place: str) -> None:
+def refuse_bare_parameters(nodes: list[Any], record: Record, place: str) -> None:
+    """Raise where a parameter is among the nodes: it is then used outside of its layer's call."""
     leaves = [v for node in nodes if (v := getattr(node, "variable", None)) is not None]
     if not leaves:
         return
@@ -144,14 +165,14 @@ def _refuse_bare_parameters(nodes: list[Any], record: Record, place: str) -> Non
             )
 
 
-def _check_criterion(record: Record) -> None:
+def check_criterion(record: Record) -> None:
     """Refuse a criterion that uses parameters of the model on its own."""
     if not record.loss.requires_grad:
         return
     stops = {call.output_edge.node: call for call in record.calls}
     stops[get_gradient_edge(record.outputs).node] = record.calls[0]
     nodes, _ = _trace(get_gradient_edge(record.loss), stops)
-    _refuse_bare_parameters(nodes, record, "the loss")
+    refuse_bare_parameters(nodes, record, "the loss")
 
 
 def check_finite(record: Record) -> None:

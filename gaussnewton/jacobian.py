@@ -30,9 +30,9 @@ def jacobian_product(
     tangent: Tensor | None = None
     for link in reversed(chain.links):
         call = link.call
-        moved = None if tangent is None else call.rule.push_rows(call.module, tangent)
+        moved = None if tangent is None else link.rule.push_rows(call.module, tangent)
         if link.trained:
-            own = call.rule.push(call.module, directions[call.name], call.unspoiled_input()[part])
+            own = link.rule.push(call.module, directions[call.name], call.unspoiled_input()[part])
             moved = own if moved is None else moved.add_(own)
         assert moved is not None  # the chain ends at its first trained layer
         tangent = link.segment.push(moved, part)
@@ -50,10 +50,10 @@ def layer_jacobian_products(
     tangents: Tensor | None = None
     for link in reversed(chain.links):
         call = link.call
-        moved = None if tangents is None else call.rule.push_rows(call.module, tangents)
+        moved = None if tangents is None else link.rule.push_rows(call.module, tangents)
         if link.trained:
             V = directions[call.name].unsqueeze(0)
-            own = call.rule.push(call.module, V, call.unspoiled_input()[part])
+            own = link.rule.push(call.module, V, call.unspoiled_input()[part])
             moved = own if moved is None else torch.cat([moved, own])
         assert moved is not None
         tangents = link.segment.push(moved, part)
@@ -68,9 +68,9 @@ def transposed_product(chain: Chain, rows: Float[Tensor, "n d"]) -> dict[str, Fl
         call = link.call
         rows = link.segment.pull_rows(rows)
         if link.trained:
-            result[call.name] = rows.T @ call.rule.rows(call.module, call.unspoiled_input())
+            result[call.name] = rows.T @ link.rule.rows(call.module, call.unspoiled_input())
         if link is not chain.links[-1]:
-            rows = call.rule.pull_rows(call.module, rows)
+            rows = link.rule.pull_rows(call.module, rows)
     return result
 
 

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gaussnewton.chain import Chain
 from gaussnewton.compiled import eagerly, is_compiled, original
-from gaussnewton.errors import RecordError, UnsupportedGraphError
+from gaussnewton.errors import RecordError
 from gaussnewton.hooks import Hook
 from gaussnewton.model_state import unchanged
 from gaussnewton.parameters import Theta
@@ -60,13 +60,11 @@ class ForwardPass:
         start: how it began.
         calls: its layers' calls.
         outputs: what it returned, held weakly: a pass that nobody looks at is gone.
-        objection: what speaks against recording it, raised if it is trained on.
     """
 
     start: Start
     calls: list[LayerCall]
     outputs: list[weakref.ref[Any] | None] = field(default_factory=list)
-    objection: UnsupportedGraphError | None = None
 
     def place(self, argument: Any) -> int | None:
         """Which of its outputs something is."""
@@ -225,12 +223,8 @@ class Observer(Tape):
         self._current = ForwardPass(start, self._calls)
 
     def _after_layer(self, *arguments: Any) -> None:
-        if self._current is None:
-            return  # a layer called by itself
-        try:
+        if self._current is not None:  # else it is a layer called by itself
             super()._after_layer(*arguments)
-        except UnsupportedGraphError as objection:  # nobody may ever train on this pass
-            self._current.objection = objection
 
     def _after_model(self, _: nn.Module, __: tuple[Any, ...], outputs: Any) -> None:
         if self._current is not None and self.listening():
@@ -265,8 +259,6 @@ class Observer(Tape):
     def keep(self, record: Record) -> None:
         found = self._pass_behind(record.arguments)
         assert found is not None
-        if found.objection is not None:
-            raise found.objection
         layers = None if self._compiled else Chain(record)
         # The observation is held by a hook of the loss, and so must not hold the loss: a loss that
         # is never differentiated goes away, and its observation with it.

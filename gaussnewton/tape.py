@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from gaussnewton.compiled import eagerly
-from gaussnewton.errors import RecordError, UnsupportedGraphError, UnsupportedLayerError
+from gaussnewton.errors import RecordError, UnsupportedLayerError
 from gaussnewton.gram import widened
 from gaussnewton.hooks import Hook
 from gaussnewton.layers.rule import LayerRule, rule_for, supported_layers
@@ -35,8 +35,13 @@ class LayerCall:
     input: Tensor
     input_edge: GradientEdge | None
     output_edge: GradientEdge
-    width: int
+    shape: torch.Size
     version: int
+
+    @property
+    def width(self) -> int:
+        """How many outputs there are of each datum."""
+        return self.shape[1:].numel()
 
     def unspoiled_input(self) -> Tensor:
         """The input, if nobody has overwritten it since."""
@@ -165,12 +170,6 @@ class Tape:
         if not (self.listening() and output.requires_grad):
             return
         input = args[0] if args else kwargs["input"]
-        objection = rule.objection(input)
-        if objection is not None:
-            if name not in self.theta.groups:
-                return  # a frozen layer is then part of what lies between others
-            kind = type(module).__name__
-            raise UnsupportedGraphError(f"layer '{name}' ({kind}) {objection}")
         self._calls.append(
             LayerCall(
                 name=name,
@@ -179,7 +178,7 @@ class Tape:
                 input=input.detach(),
                 input_edge=get_gradient_edge(input) if input.requires_grad else None,
                 output_edge=get_gradient_edge(output),
-                width=output.shape[1:].numel(),
+                shape=output.shape,
                 version=input._version,
             )
         )

@@ -128,33 +128,53 @@ class Graph(nn.Module):
         return self._forward(self, x)
 
 
-@pytest.mark.parametrize(
-    ("forward", "message"),
-    [
-        (lambda m, x: m.c(m.a(x) + m.b(m.a(x).tanh())), "not a chain|called"),
-        (
-            lambda m, x: m.c(m.a(x).tanh() + m.b(x).tanh()),
-            "'[ab]' and '[ab]' meet before layer 'c'",
-        ),
-        (lambda m, x: m.c(m.b(m.b(m.a(x)))), "'b' is called 2 times"),
-        (lambda m, x: m.c(m.a(x)), "'b' has trainable parameters but its output does not reach"),
-        (lambda m, x: m.c(m.b(m.a(x).detach())), "'a' has trainable parameters but"),
-        (lambda m, x: m.c(m.b(m.a(x)) @ m.b.weight), r"'b\.weight' is used before layer 'c'"),
-        (
-            lambda m, x: m.c(m.b(m.a(x.view(3, 8).repeat(1, 2).view(12, 4))))[:6],
-            "'c' was called on 12",
-        ),
-        (lambda m, x: m.c(m.b(m.a(x.unsqueeze(1))).squeeze(1)), r"'a' \(Linear\).*\(6, 1, 4\)"),
-        (
-            lambda m, x: m.c(
-                m.b(torch.nn.functional.batch_norm(m.a(x), None, None, training=True))
-            ),
-            "between layer 'a' and layer 'b'.*mixes the data.*eval",
-        ),
-    ],
-)
+NO_CHAINS = {
+    "residual": (lambda m, x: m.c(m.a(x) + m.b(m.a(x).tanh())), "not a chain|called"),
+    "branches": (
+        lambda m, x: m.c(m.a(x).tanh() + m.b(x).tanh()),
+        "'[ab]' and '[ab]' meet before layer 'c'",
+    ),
+    "called twice": (lambda m, x: m.c(m.b(m.b(m.a(x)))), "'b' is called 2 times"),
+    "unused": (lambda m, x: m.c(m.a(x)), "'b' has trainable parameters but its output does not"),
+    "detached": (lambda m, x: m.c(m.b(m.a(x).detach())), "'a' has trainable parameters but"),
+    "sequences": (
+        lambda m, x: m.c(m.b(m.a(x.unsqueeze(1))).squeeze(1)),
+        r"'a' \(Linear\).*\(6, 1, 4\)",
+    ),
+}
+NOWHERE = {
+    "bare parameter": (
+        lambda m, x: m.c(m.b(m.a(x)) @ m.b.weight),
+        r"'b\.weight' is used before the outputs",
+    ),
+    "more rows than data": (
+        lambda m, x: m.c(m.b(m.a(x.view(3, 8).repeat(1, 2).view(12, 4))))[:6],
+        "'[abc]' returned 12 rows but the outputs have 6",
+    ),
+    "mixed data": (
+        lambda m, x: m.c(m.b(torch.nn.functional.batch_norm(m.a(x), None, None, training=True))),
+        "between layer 'a' and the outputs mixes the data.*eval",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_CHAINS)
 @pytest.mark.parametrize("method", METHODS)
-def test_graphs_that_are_not_chains(forward, message: str, method: str) -> None:
+def test_graphs_that_are_not_chains(name: str, method: str) -> None:
+    forward, message = NO_CHAINS[name]
+    torch.manual_seed(0)
+    model = Graph(forward)
+    if method in ("kfra", "hessian"):
+        with pytest.raises(errors.UnsupportedGraphError, match=message):
+            gn.curvature(model, nn.CrossEntropyLoss(), (X, Y), method=method)
+    else:
+        assert list(gn.curvature(model, nn.CrossEntropyLoss(), (X, Y), method)) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("name", NOWHERE)
+@pytest.mark.parametrize("method", METHODS)
+def test_graphs_that_no_method_can_follow(name: str, method: str) -> None:
+    forward, message = NOWHERE[name]
     with pytest.raises(errors.UnsupportedGraphError, match=message):
         gn.curvature(Graph(forward), nn.CrossEntropyLoss(), (X, Y), method=method)
 

@@ -3,6 +3,15 @@
 from gaussnewton.blocks.base import Block, Inverse, Inversion
 from gaussnewton.blocks.curvature import Curvature
 from gaussnewton.blocks.dense import DenseBlock
+from gaussnewton.blocks.grouped import GroupedBlock
 from gaussnewton.blocks.kronecker import KroneckerBlock
 
-__all__ = ["Block", "Curvature", "DenseBlock", "Inverse", "Inversion", "KroneckerBlock"]
+__all__ = [
+    "Block",
+    "Curvature",
+    "DenseBlock",
+    "GroupedBlock",
+    "Inverse",
+    "Inversion",
+    "KroneckerBlock",
+]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gaussnewton.blocks.base import Block, Inversion
 from gaussnewton.blocks.dense import DenseBlock
+from gaussnewton.blocks.grouped import GroupedBlock
 from gaussnewton.blocks.kronecker import KroneckerBlock
 from gaussnewton.parameters import Theta
 
@@ -180,5 +181,8 @@ class Curvature(Mapping[str, Block]):
 
 def load_block(state: Mapping[str, Any]) -> Block:
     """The block of a saved state."""
+    if state["type"] == "grouped":
+        parts = [load_block(part) for part in state["parts"]]
+        return GroupedBlock(tuple(part for part in parts if isinstance(part, KroneckerBlock)))
     kinds = {"kronecker": KroneckerBlock, "dense": DenseBlock}
     return kinds[state["type"]](**{key: value for key, value in state.items() if key != "type"})

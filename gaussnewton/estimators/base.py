@@ -11,8 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gaussnewton.blocks import Block, KroneckerBlock
-from gaussnewton.chain import Chain, check_finite
-from gaussnewton.errors import NonFiniteError
+from gaussnewton.chain import Chain, Link, check_finite
+from gaussnewton.errors import NonFiniteError, UnsupportedGraphError
+from gaussnewton.network import Network
 from gaussnewton.tape import Record
 
 Exactness = Literal["G", "recursion", "block", "sampled"]
@@ -28,7 +29,11 @@ class Estimator(ABC):
     def __call__(self, record: Record) -> Mapping[str, Block]:
         """The blocks, by the qualified names of the layers, in the order of θ."""
         check_finite(record)
-        return self.of_chain(Chain(record))
+        try:
+            chain = Chain(record)
+        except UnsupportedGraphError as objection:
+            return self._of_network(Network(record, objection))
+        return self.of_chain(chain)
 
     def of_chain(self, chain: Chain) -> Mapping[str, Block]:
         """The same, where the chain of layers is known already."""
@@ -41,18 +46,31 @@ class Estimator(ABC):
     def estimate(self, chain: Chain) -> Mapping[str, Block]:
         """The blocks of a chain of layers."""
 
+    def estimate_network(self, network: Network) -> Mapping[str, Block]:
+        """The blocks of any other graph of layers; not every estimator can."""
+        raise UnsupportedGraphError(
+            f"{type(self).__name__} goes from layer to layer of a chain, and this network is none: "
+            f"{network.objection} Use 'kflr' or 'kfac', which need no chain."
+        )
+
+    def _of_network(self, network: Network) -> Mapping[str, Block]:
+        with torch.autocast(network.record.outputs.device.type, enabled=False):
+            blocks = self.estimate_network(network)
+        _check_finite(blocks)
+        return blocks
+
 
 def kronecker_blocks(
     chain: Chain, G: Mapping[str, Float[Tensor, "d d"]]
 ) -> dict[str, KroneckerBlock]:
     """Join each layer's G with its Q, the second moment of its inputs (eq. gn:approx)."""
-    calls = {link.call.name: link.call for link in chain if link.trained}
+    links = {link.call.name: link for link in chain if link.trained}
+
+    def moment(link: Link) -> Tensor:
+        return link.rule.input_moment(link.call.module, link.call.unspoiled_input())
+
     return {
-        name: KroneckerBlock(
-            calls[name].rule.input_moment(calls[name].module, calls[name].unspoiled_input()),
-            G[name],
-        )
-        for name in chain.record.theta.groups
+        name: KroneckerBlock(moment(links[name]), G[name]) for name in chain.record.theta.groups
     }
 
 

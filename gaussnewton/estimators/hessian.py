@@ -57,7 +57,7 @@ class BlockHessian(Estimator):
             if link.trained:
                 blocks[link.call.name] = _block(link, H)
             if link is not chain.links[-1]:
-                rule, module = link.call.rule, link.call.module
+                rule, module = link.rule, link.call.module
                 half = rule.pull_rows(module, H)
                 H = rule.pull_rows(module, half.mT)
                 gradient = rule.pull_rows(module, gradient)
@@ -79,7 +79,7 @@ class BlockHessian(Estimator):
 
 def _block(link: Link, H: Float[Tensor, "n d d"]) -> DenseBlock:
     """Σ_n (a_n a_nᵀ) ⊗ H_n."""
-    a = link.call.rule.rows(link.call.module, link.call.unspoiled_input())
+    a = link.rule.rows(link.call.module, link.call.unspoiled_input())
     rows, columns = H.shape[1], a.shape[1]
     # In parts of so many data that their a aᵀ take no more than the block itself.
     step = max(1, rows**2)

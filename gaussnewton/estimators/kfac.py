@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from gaussnewton.blocks import KroneckerBlock
+from gaussnewton.blocks import Block, KroneckerBlock
 from gaussnewton.chain import Chain
 from gaussnewton.estimators.base import Estimator, Exactness, kronecker_blocks
 from gaussnewton.estimators.recursion import summed_recursion
+from gaussnewton.estimators.shared import Sharing, shared_blocks
+from gaussnewton.network import Network
 from gaussnewton.perdatum import Roots
+from gaussnewton.tape import Record
 
 
 class KFAC(Estimator):
@@ -27,6 +31,7 @@ class KFAC(Estimator):
             touches no other random state. The name "kfac" makes a new estimator at each
             call, with the same draws: to average over steps, keep one ``gn.KFAC()``.
         workspace: as in :class:`~gaussnewton.KFLR`.
+        sharing: as there.
 
     Example:
         >>> import torch, gaussnewton as gn
@@ -40,14 +45,24 @@ class KFAC(Estimator):
 
     promise: ClassVar[Exactness] = "sampled"
 
-    def __init__(self, samples: int = 1, seed: int = 0, workspace: int = 64 * 2**20) -> None:
+    def __init__(
+        self,
+        samples: int = 1,
+        seed: int = 0,
+        workspace: int = 64 * 2**20,
+        sharing: Sharing = "expand",
+    ) -> None:
         if samples < 1:
             raise ValueError(f"KFAC needs at least one sample for each datum, not {samples}")
         self.samples, self.seed, self.workspace = samples, seed, workspace
+        self.sharing: Sharing = sharing
         self._generator: torch.Generator | None = None
 
     def __repr__(self) -> str:
-        return f"KFAC(samples={self.samples}, seed={self.seed}, workspace={self.workspace})"
+        return (
+            f"KFAC(samples={self.samples}, seed={self.seed}, workspace={self.workspace}, "
+            f"sharing={self.sharing!r})"
+        )
 
     def generator(self, device: torch.device) -> torch.Generator:
         """The estimator's own source of randomness."""
@@ -64,7 +79,13 @@ class KFAC(Estimator):
         self.generator(device).set_state(state.cpu())
 
     def estimate(self, chain: Chain) -> dict[str, KroneckerBlock]:
-        outputs, targets = chain.record.wide
+        start = Roots(self._scores(chain.record))
+        return kronecker_blocks(chain, summed_recursion(chain, start, self.workspace))
+
+    def estimate_network(self, network: Network) -> dict[str, Block]:
+        return shared_blocks(network, self._scores(network.record), self.sharing, self.workspace)
+
+    def _scores(self, record: Record) -> Float[Tensor, "n s d"]:
+        outputs, targets = record.wide
         generator = self.generator(outputs.device)
-        scores = chain.record.geometry.sample(outputs, targets, self.samples, generator)
-        return kronecker_blocks(chain, summed_recursion(chain, Roots(scores), self.workspace))
+        return record.geometry.sample(outputs, targets, self.samples, generator)

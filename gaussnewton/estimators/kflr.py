@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gaussnewton.blocks import KroneckerBlock
+from gaussnewton.blocks import Block, KroneckerBlock
 from gaussnewton.chain import Chain
 from gaussnewton.estimators.base import Estimator, Exactness, kronecker_blocks
 from gaussnewton.estimators.recursion import summed_recursion
+from gaussnewton.estimators.shared import Sharing, shared_blocks
+from gaussnewton.network import Network
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class KFLR(Estimator):
     Args:
         workspace: about how many bytes the per-datum matrices may take. The data go
             through in parts that fit; small parts also stay in the processor's cache.
+        sharing: how the positions of a datum are taken where a layer uses its weights at many,
+            as a convolution does: "expand" or "reduce".
 
     Example:
         >>> import torch, gaussnewton as gn
@@ -37,9 +41,14 @@ class KFLR(Estimator):
     """
 
     workspace: int = 64 * 2**20
+    sharing: Sharing = "expand"
 
     promise: ClassVar[Exactness] = "G"
 
     def estimate(self, chain: Chain) -> dict[str, KroneckerBlock]:
         start = chain.record.geometry.hessian(*chain.record.wide)
         return kronecker_blocks(chain, summed_recursion(chain, start, self.workspace))
+
+    def estimate_network(self, network: Network) -> dict[str, Block]:
+        roots = network.record.geometry.hessian(*network.record.wide).roots().rows
+        return shared_blocks(network, roots, self.sharing, self.workspace)

@@ -42,5 +42,5 @@ class KFRA(Estimator):
             matrix = link.segment.pull_expected(matrix)
             G[link.call.name] = matrix
             if link is not chain.links[-1]:
-                matrix = link.call.rule.pull_expected(link.call.module, matrix)
+                matrix = link.rule.pull_expected(link.call.module, matrix)
         return kronecker_blocks(chain, G)

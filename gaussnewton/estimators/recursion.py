@@ -34,7 +34,7 @@ def summed_recursion(
                 known = totals.get(link.call.name)
                 totals[link.call.name] = total if known is None else known.add_(total)
             if link is not chain.links[-1]:
-                matrices = link.call.rule.pull(link.call.module, matrices)
+                matrices = link.rule.pull(link.call.module, matrices)
     return totals
 
 

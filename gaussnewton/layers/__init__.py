@@ -1,10 +1,19 @@
 """What a layer type means to curvature: one file a family.
 
-A rule says how a layer's recorded call becomes the factor Q, and how a matrix at the
-layer's outputs is carried to its inputs. :func:`rule_for` finds the rule of a module.
+A rule says which vectors a layer's matrix multiplies, and at which positions; that of a layer in
+a chain also how a matrix at its outputs is carried to its inputs. :func:`rule_for` finds the rule
+of a module.
 """
 
+from gaussnewton.layers.convolution import ConvolutionRule
 from gaussnewton.layers.linear import LinearRule
-from gaussnewton.layers.rule import LayerRule, register_layer, rule_for
+from gaussnewton.layers.rule import ChainRule, LayerRule, register_layer, rule_for
 
-__all__ = ["LayerRule", "LinearRule", "register_layer", "rule_for"]
+__all__ = [
+    "ChainRule",
+    "ConvolutionRule",
+    "LayerRule",
+    "LinearRule",
+    "register_layer",
+    "rule_for",
+]

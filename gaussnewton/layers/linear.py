@@ -7,12 +7,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gaussnewton.gram import gram, symmetric_product, widened
-from gaussnewton.layers.rule import LayerRule, register_layer
+from gaussnewton.layers.rule import ChainRule, register_layer
 from gaussnewton.perdatum import PerDatum
 
 
 @register_layer(nn.Linear)
-class LinearRule(LayerRule):
+class LinearRule(ChainRule):
     """h = W a (eq. nn), a bias being the last column of W and a 1 below a."""
 
     def fits(self, module: nn.Linear) -> bool:
@@ -23,10 +23,21 @@ class LinearRule(LayerRule):
     def objection(self, input: Tensor) -> str | None:
         if input.ndim == 2:
             return None
-        return (
-            f"was called on inputs of shape {tuple(input.shape)}. Weights shared over more "
-            "dimensions than the batch are not supported: flatten the inputs to [n, features]."
-        )
+        return f"was called on inputs of shape {tuple(input.shape)}, not on one row a datum"
+
+    def positions(self, module: nn.Linear, input: Tensor) -> Float[Tensor, "n r groups columns"]:
+        flat = input.reshape(-1, input.shape[-1])
+        return self.rows(module, flat).reshape(input.shape[0], -1, 1, self._columns(module))
+
+    def gradients(
+        self, module: nn.Linear, rows: Float[Tensor, "k n *out"]
+    ) -> Float[Tensor, "k n r groups out"]:
+        return rows.reshape(*rows.shape[:2], -1, 1, module.out_features)
+
+    @staticmethod
+    def _columns(module: nn.Linear) -> int:
+        weight = module.in_features if module.weight.requires_grad else 0
+        return weight + int(_trains_bias(module))
 
     def rows(self, module: nn.Linear, input: Tensor) -> Float[Tensor, "n columns"]:
         parts = []

@@ -13,23 +13,45 @@ from gaussnewton.perdatum import PerDatum
 
 
 class LayerRule(ABC):
-    """The meaning of one layer type: its factor Q, and the way back through it."""
+    """The meaning of one layer type: a matrix ``[W | b]`` that multiplies vectors a.
+
+    A layer may use its matrix at several positions of one datum: a convolution at every pixel, a
+    linear layer at every step of a sequence. It may be several matrices side by side, as a
+    convolution with groups is; each then has rows of its own.
+    """
 
     def fits(self, module: Any) -> bool:  # noqa: ARG002
         """Whether the module is an ordinary one of its type, e.g. not reparametrised."""
         return True
 
     @abstractmethod
-    def objection(self, input: Tensor) -> str | None:
-        """Why a call on this input cannot be handled, or None."""
-
-    @abstractmethod
-    def rows(self, module: Any, input: Tensor) -> Float[Tensor, "n columns"]:
-        """The vectors a_n that the layer's matrix ``[W | b]`` multiplies.
+    def positions(self, module: Any, input: Tensor) -> Float[Tensor, "n r groups columns"]:
+        """The vectors a that the matrix multiplies, at r positions of each datum.
 
         Only the columns that are trained: 1 for the bias if there is one, and none of the
         inputs if the weight is frozen.
         """
+
+    @abstractmethod
+    def gradients(
+        self, module: Any, rows: Float[Tensor, "k n *out"]
+    ) -> Float[Tensor, "k n r groups out"]:
+        """Gradients at the layer's outputs, sorted by the same positions and groups."""
+
+
+class ChainRule(LayerRule):
+    """A layer that multiplies each datum by its matrix once, so that matrices go back through it.
+
+    Such layers form the chains of eq. nn, on which the recursions of the paper run.
+    """
+
+    @abstractmethod
+    def objection(self, input: Tensor) -> str | None:
+        """Why a call on this input is not of that kind, or None."""
+
+    @abstractmethod
+    def rows(self, module: Any, input: Tensor) -> Float[Tensor, "n columns"]:
+        """The one vector a_n of each datum."""
 
     @abstractmethod
     def input_moment(self, module: Any, input: Tensor) -> Float[Tensor, "columns columns"]:

@@ -1,0 +1,85 @@
+"""Kronecker factors of layers that use their weights many times (Eschenhagen et al. 2023)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from gaussnewton.blocks import Block, GroupedBlock, KroneckerBlock
+from gaussnewton.gram import gram
+from gaussnewton.network import Network
+from gaussnewton.parameters import Group
+from gaussnewton.tape import LayerCall
+
+Sharing = Literal["expand", "reduce"]
+"""What the positions of a datum are taken for.
+
+"expand": data of their own, so that Q averages over data and positions and G sums over both.
+Exact for a deep linear network whose loss adds up positions, as that of a language model does.
+
+"reduce": parts of one vector: a is averaged over positions and its gradient summed. Exact for a
+deep linear network that averages over positions before the loss, as an image classifier does.
+"""
+
+
+def shared_blocks(
+    network: Network, roots: Float[Tensor, "n k d"], sharing: Sharing, workspace: int
+) -> dict[str, Block]:
+    """One block for each trained layer, from vectors at the outputs.
+
+    Args:
+        network: the layers' calls.
+        roots: for each datum k vectors r with Σ r rᵀ its matrix at the outputs.
+        sharing: how positions are taken.
+        workspace: about how many bytes the vectors on their way back may take.
+    """
+    sums: dict[str, Tensor] = {}
+    entries = sum(call.shape.numel() for calls in network.calls.values() for call in calls)
+    step = max(1, workspace // max(1, entries * roots.element_size()))
+    for part in roots.transpose(0, 1).split(step):
+        gathered: dict[str, list[Tensor]] = {}
+        for call, rows in network.gradients(part):
+            gathered.setdefault(call.name, []).append(call.rule.gradients(call.module, rows))
+        for name, found in gathered.items():
+            total = _gradient_moment(found, sharing)
+            sums[name] = sums[name] + total if name in sums else total
+    return {
+        group.name: _block(group, network.calls[group.name], sums.get(group.name), sharing)
+        for group in network.record.theta
+    }
+
+
+def _gradient_moment(
+    found: list[Float[Tensor, "k n r groups out"]], sharing: Sharing
+) -> Float[Tensor, "groups out out"]:
+    """G of each group: the sum of g gᵀ over vectors, data and positions, or of (Σ g)(Σ g)ᵀ."""
+    if sharing == "reduce":
+        found = [torch.stack([rows.sum(2, keepdim=True) for rows in found]).sum(0)]
+    rows = torch.cat([part.flatten(0, 2) for part in found])
+    return torch.stack([gram(rows[:, group]) for group in range(rows.shape[1])])
+
+
+def _input_moment(
+    calls: list[LayerCall], sharing: Sharing
+) -> Float[Tensor, "groups columns columns"]:
+    """Q of each group: the mean of a aᵀ over data and positions, or of the mean a over data."""
+    found = [call.rule.positions(call.module, call.unspoiled_input()) for call in calls]
+    if sharing == "reduce":
+        count = sum(part.shape[1] for part in found)
+        found = [torch.stack([part.sum(1, keepdim=True) for part in found]).sum(0) / count]
+    a = torch.cat([part.flatten(0, 1) for part in found])
+    return torch.stack([gram(a[:, group], 1 / len(a)) for group in range(a.shape[1])])
+
+
+def _block(group: Group, calls: list[LayerCall], G: Tensor | None, sharing: Sharing) -> Block:
+    if not calls or G is None:  # it had no part in this pass
+        like = next(iter(group.parameters.values()))
+        wide = torch.promote_types(like.dtype, torch.float32)
+        zeros = (like.new_zeros(s, s, dtype=wide) for s in (group.columns, group.rows))
+        return KroneckerBlock(*zeros)
+    Q = _input_moment(calls, sharing)
+    blocks = [KroneckerBlock(q, g) for q, g in zip(Q, G, strict=True)]
+    return blocks[0] if len(blocks) == 1 else GroupedBlock(tuple(blocks))

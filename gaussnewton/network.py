@@ -1,0 +1,129 @@
+"""Any graph of layers: residual, branching, with shared weights; by autograd's own backward.
+
+A :class:`~gaussnewton.chain.Chain` knows what lies between its layers and sends whole matrices
+back. Here nothing is known of what lies between: vectors at the outputs go back through the
+autograd graph, to the outputs of every call of every layer at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from gaussnewton.chain import check_criterion, refuse_bare_parameters
+from gaussnewton.errors import UnsupportedGraphError
+from gaussnewton.gram import widened
+from gaussnewton.tape import LayerCall, Record
+
+
+class Network:
+    """The calls of trained layers that the outputs depend on.
+
+    Attributes:
+        record: the forward pass.
+        calls: of each trained layer, in the order in which they were made; none for a layer that
+            had no part in this pass, whose curvature is zero.
+        objection: why it is not a chain.
+    """
+
+    def __init__(self, record: Record, objection: Exception) -> None:
+        check_criterion(record)
+        self.record, self.objection = record, objection
+        reached = self._reached()
+        self.calls: dict[str, list[LayerCall]] = {name: [] for name in record.theta.groups}
+        for call in record.calls:
+            if call.name in self.calls and call.output_edge.node in reached:
+                self._check(call)
+                self.calls[call.name].append(call)
+        self._all = [call for calls in self.calls.values() for call in calls]
+        self._check_tied()
+        self._check_apart()
+
+    def gradients(
+        self, rows: Float[Tensor, "k n d"]
+    ) -> Iterator[tuple[LayerCall, Float[Tensor, "k n *out"]]]:
+        """What k vectors at the outputs of each datum become at the outputs of each call."""
+        for call, found in zip(self._all, self._pull(rows), strict=True):
+            if found is not None:
+                yield call, widened(found)
+
+    def _pull(self, rows: Float[Tensor, "k n d"]) -> Sequence[Tensor | None]:
+        outputs = self.record.outputs
+        v = rows.to(outputs.dtype).reshape(-1, *outputs.shape)
+        ends, starts = [get_gradient_edge(outputs)], [call.output_edge for call in self._all]
+        try:
+            return torch.autograd.grad(
+                ends, starts, [v], retain_graph=True, is_grads_batched=True, allow_unused=True
+            )
+        except RuntimeError:  # a backward that cannot be batched, e.g. one that branches
+            found = [
+                torch.autograd.grad(ends, starts, [row], retain_graph=True, allow_unused=True)
+                for row in v
+            ]
+            return [
+                None
+                if each[0] is None
+                else torch.stack([part for part in each if part is not None])
+                for each in zip(*found, strict=True)
+            ]
+
+    def _reached(self) -> set[Any]:
+        """The outputs' nodes of all calls on the way from the outputs back to the inputs."""
+        by_node = {call.output_edge.node: call for call in self.record.calls}
+        reached: set[Any] = set()
+        between: dict[Any, None] = {}
+        frontier = [get_gradient_edge(self.record.outputs).node]
+        while frontier:
+            node = frontier.pop()
+            if node in reached or node in between:
+                continue
+            call = by_node.get(node)
+            if call is None:
+                between[node] = None
+                frontier.extend(following for following, _ in node.next_functions if following)
+            else:  # what lies inside of a layer is the layer's own business
+                reached.add(node)
+                frontier.extend([call.input_edge.node] if call.input_edge else [])
+        refuse_bare_parameters(list(between), self.record, "the outputs")
+        return reached
+
+    def _check(self, call: LayerCall) -> None:
+        if call.shape[0] != self.record.data:
+            raise UnsupportedGraphError(
+                f"layer '{call.name}' returned {call.shape[0]} rows but the outputs have "
+                f"{self.record.data}: the first dimension must count the data throughout. Keep it, "
+                "e.g. as x.flatten(1) instead of x.flatten(0, 1)."
+            )
+
+    def _check_tied(self) -> None:
+        owners = {id(p): g.name for g in self.record.theta for p in g.parameters.values()}
+        for call in self.record.calls:
+            for p in call.module.parameters(recurse=False):
+                owner = owners.get(id(p), call.name)
+                if owner != call.name:
+                    raise UnsupportedGraphError(
+                        f"layers '{owner}' and '{call.name}' share a parameter. Tied weights are "
+                        "not supported: give each layer parameters of its own."
+                    )
+
+    def _check_apart(self) -> None:
+        """Refuse graphs that mix the data of a batch, as batch normalisation in training does."""
+        n = self.record.data
+        kept = torch.rand(n, generator=torch.Generator().manual_seed(n)) < 0.5
+        if n < 2 or not self._all:
+            return
+        kept[0], kept[1] = True, False
+        outputs = self.record.outputs
+        rows = torch.ones_like(outputs.flatten(1)) * kept.to(outputs)[:, None]
+        for call, found in zip(self._all, self._pull(rows.unsqueeze(0)), strict=True):
+            if found is not None and bool(found[0][~kept.to(found.device)].any()):
+                raise UnsupportedGraphError(
+                    f"what lies between layer '{call.name}' and the outputs mixes the data of a "
+                    "batch, as batch normalisation in training mode does. The curvature of one "
+                    "datum is not defined there: call model.eval() first, or take it out."
+                )
