@@ -140,7 +140,7 @@ class HessianFree(ObservingOptimizer):
             total = self._flat({name: (tau + self._eta(name)) * V for name, V in direction.items()})
             for observation in observations:
                 assert observation.factor is not None
-                part = self._flat(gauss_newton_product(observation.chain, direction))
+                part = self._flat(gauss_newton_product(observation.passage, direction))
                 total = total + observation.factor.to(part.dtype) * part
             return total
 
@@ -190,7 +190,7 @@ class HessianFree(ObservingOptimizer):
         assert observation.factor is not None
         factor = float(observation.factor) * len(observations)
         blocks = {}
-        for name, block in KFRA().of_chain(observation.chain).items():
+        for name, block in KFRA().of(observation.passage).items():
             assert isinstance(block, KroneckerBlock)
             blocks[name] = KroneckerBlock(block.Q, block.G * factor)
         return blocks

@@ -8,14 +8,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gaussnewton.chain import Chain
+from gaussnewton.network import Network
+from gaussnewton.passage import Passage
 
 Directions = Mapping[str, Float[Tensor, "k rows columns"]]
 """For each layer, k directions of its matrix ``[W | b]``."""
 
 
 def jacobian_product(
-    chain: Chain, directions: Directions, part: slice = slice(None)
+    chain: Passage, directions: Directions, part: slice = slice(None)
 ) -> Float[Tensor, "k n d"]:
     """J v for k directions of all layers at once (the R-operator of appendix B.2).
 
@@ -23,10 +24,14 @@ def jacobian_product(
     second time.
 
     Args:
-        chain: the layers.
+        chain: the layers; of a network that is no chain autograd does it.
         directions: one stack for each trained layer.
         part: the data to answer for.
     """
+    if isinstance(chain, Network):
+        count = len(next(iter(directions.values())))
+        each = [{name: V[k] for name, V in directions.items()} for k in range(count)]
+        return chain.push(each, part)
     tangent: Tensor | None = None
     for link in reversed(chain.links):
         call = link.call
@@ -41,12 +46,14 @@ def jacobian_product(
 
 
 def layer_jacobian_products(
-    chain: Chain, directions: Mapping[str, Float[Tensor, "_ _"]], part: slice = slice(None)
+    chain: Passage, directions: Mapping[str, Float[Tensor, "_ _"]], part: slice = slice(None)
 ) -> Float[Tensor, "layers n d"]:
     """J_λ v_λ of each trained layer by itself, the first layer first.
 
     Their sum is J v, and any weighting of the layers is a weighted sum of them.
     """
+    if isinstance(chain, Network):
+        return chain.push([{name: directions[name]} for name in chain.trained], part)
     tangents: Tensor | None = None
     for link in reversed(chain.links):
         call = link.call
@@ -61,8 +68,10 @@ def layer_jacobian_products(
     return tangents
 
 
-def transposed_product(chain: Chain, rows: Float[Tensor, "n d"]) -> dict[str, Float[Tensor, "_ _"]]:
+def transposed_product(chain: Passage, rows: Float[Tensor, "n d"]) -> dict[str, Float[Tensor, "_ _"]]:
     """Jᵀ r: what vectors at the outputs pull on each layer's matrix ``[W | b]``."""
+    if isinstance(chain, Network):
+        return chain.transposed_product(rows)
     result = {}
     for link in chain:
         call = link.call
@@ -75,7 +84,7 @@ def transposed_product(chain: Chain, rows: Float[Tensor, "n d"]) -> dict[str, Fl
 
 
 def gauss_newton_product(
-    chain: Chain, direction: Mapping[str, Float[Tensor, "_ _"]]
+    chain: Passage, direction: Mapping[str, Float[Tensor, "_ _"]]
 ) -> dict[str, Float[Tensor, "_ _"]]:
     """Ḡ v = Σ_n J_nᵀ 𝓗_L J_n v, from what one forward pass recorded."""
     record = chain.record

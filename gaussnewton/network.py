@@ -7,7 +7,7 @@ autograd graph, to the outputs of every call of every layer at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,12 @@ from gaussnewton.tape import LayerCall, Record
 class Network:
     """The calls of trained layers that the outputs depend on.
 
+    Args:
+        record: the forward pass.
+        objection: why it is not a chain.
+        again: computes the outputs of some of the data anew, with their graph. Only J v and Jᵀ r
+            need it.
+
     Attributes:
         record: the forward pass.
         calls: of each trained layer, in the order in which they were made; none for a layer that
@@ -31,9 +37,14 @@ class Network:
         objection: why it is not a chain.
     """
 
-    def __init__(self, record: Record, objection: Exception) -> None:
+    def __init__(
+        self,
+        record: Record,
+        objection: Exception,
+        again: Callable[[slice], Tensor] | None = None,
+    ) -> None:
         check_criterion(record)
-        self.record, self.objection = record, objection
+        self.record, self.objection, self.again = record, objection, again
         reached = self._reached()
         self.calls: dict[str, list[LayerCall]] = {name: [] for name in record.theta.groups}
         for call in record.calls:
@@ -51,6 +62,70 @@ class Network:
         for call, found in zip(self._all, self._pull(rows), strict=True):
             if found is not None:
                 yield call, widened(found)
+
+    @property
+    def trained(self) -> list[str]:
+        """The names of the trained layers."""
+        return list(self.calls)
+
+    def push(
+        self, directions: Sequence[Mapping[str, Float[Tensor, "_ _"]]], part: slice
+    ) -> Float[Tensor, "k n d"]:
+        """J v of some directions, each of some layers, for the data of a part of the batch.
+
+        As the derivative of u ↦ Jᵀ u, which is linear.
+        """
+        outputs = self._outputs(part)
+        with torch.enable_grad():
+            u = torch.zeros_like(outputs, requires_grad=True)
+            pulled = self._parameter_gradients(outputs, u, create_graph=True)
+            zero = torch.zeros_like(outputs).flatten(1)
+        result = []
+        for direction in directions:
+            tangents: dict[str, Tensor] = {}
+            for name, matrix in direction.items():
+                tangents |= self.record.theta[name].tensors(matrix)
+            used = [key for key in tangents if pulled[key] is not None]
+            (moved,) = torch.autograd.grad(
+                [pulled[key] for key in used],
+                [u],
+                [tangents[key].to(u.dtype) for key in used],
+                retain_graph=True,
+                allow_unused=True,
+            ) if used else (None,)
+            result.append(zero if moved is None else moved.flatten(1))
+        return widened(torch.stack(result))
+
+    def transposed_product(
+        self, rows: Float[Tensor, "n d"]
+    ) -> dict[str, Float[Tensor, "_ _"]]:
+        """Jᵀ r: what vectors at the outputs pull on each layer's matrix ``[W | b]``."""
+        outputs = self._outputs(slice(None))
+        pulled = self._parameter_gradients(outputs, rows.to(outputs.dtype).reshape(outputs.shape))
+        return {
+            group.name: widened(
+                group.matrix(
+                    {
+                        key: torch.zeros_like(p) if pulled[key] is None else pulled[key]
+                        for key, p in group.parameters.items()
+                    }
+                )
+            )
+            for group in self.record.theta
+        }
+
+    def _outputs(self, part: slice) -> Tensor:
+        assert self.again is not None  # set by whoever wants products
+        return self.again(part)
+
+    def _parameter_gradients(
+        self, outputs: Tensor, v: Tensor, create_graph: bool = False
+    ) -> dict[str, Tensor | None]:
+        named = {key: p for group in self.record.theta for key, p in group.parameters.items()}
+        found = torch.autograd.grad(
+            [outputs], list(named.values()), [v], create_graph=create_graph, allow_unused=True
+        )
+        return dict(zip(named, found, strict=True))
 
     def _pull(self, rows: Float[Tensor, "k n d"]) -> Sequence[Tensor | None]:
         outputs = self.record.outputs

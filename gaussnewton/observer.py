@@ -8,21 +8,24 @@ evaluate those passes again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from gaussnewton.chain import Chain
 from gaussnewton.compiled import eagerly, is_compiled, original
-from gaussnewton.errors import RecordError
+from gaussnewton.chain import Chain
+from gaussnewton.errors import RecordError, UnsupportedGraphError
 from gaussnewton.hooks import Hook
 from gaussnewton.model_state import unchanged
 from gaussnewton.parameters import Theta
+from gaussnewton.passage import Passage, passage_of
 from gaussnewton.tape import LayerCall, Record, Tape, recorded_layers
 
 
@@ -83,8 +86,9 @@ class Observation:
 
     Attributes:
         record: what it saw.
-        layers: its chain of layers, taken from the graph before ``backward`` frees it; None of
-            a compiled model, whose graph does not show them, until the step begins.
+        layers: its chain of layers, taken from the graph before ``backward`` frees it; None where
+            that does not do, until somebody asks: the pass is then run once more.
+        again: runs it once more, and returns its structure of layers.
         start: how it began.
         places: for each argument of the criterion, which of the model's outputs it was.
         factor: ∂(what was differentiated) / ∂loss, e.g. 1/4 in the mean of four batches;
@@ -92,15 +96,17 @@ class Observation:
     """
 
     record: Record
-    layers: Chain | None
+    layers: Passage | None
     start: Start
     places: tuple[int | None, ...]
+    again: Callable[[Observation], Passage]
     factor: Tensor | None = None
 
     @property
-    def chain(self) -> Chain:
-        """The chain of layers; there is one once the observer has handed the pass out."""
-        assert self.layers is not None
+    def passage(self) -> Passage:
+        """The structure of its layers."""
+        if self.layers is None:
+            self.layers = self.again(self)
         return self.layers
 
     @property
@@ -144,10 +150,6 @@ class Observer(Tape):
     def take(self) -> list[Observation]:
         """The passes that the present gradient came from; all are forgotten here."""
         taken, self.observations, self._passes, self._current = self.observations, [], [], None
-        for observation in taken:
-            # Backward has freed the graph, and that of a compiled pass did not show the layers.
-            if observation.layers is None or observation.layers.needs_graph:
-                observation.layers = self._record_again(observation)
         return taken
 
     def forget(self) -> None:
@@ -178,11 +180,24 @@ class Observer(Tape):
         with self._as_it_began(observation.start), torch.no_grad():
             return geometry.value(*geometry.bind(*self._arguments_again(observation)))
 
-    def _record_again(self, observation: Observation) -> Chain:
-        with self._as_it_began(observation.start):
+    def _record_again(self, observation: Observation) -> Passage:
+        """The structure of a pass whose graph has been freed, or did not show its layers."""
+        with self._as_it_began(observation.start), torch.enable_grad():
             with eagerly(self.model), Tape(original(self.model), self.criterion) as tape:
                 self.criterion(*self._arguments_again(observation))
-            return Chain(tape.record)
+            return passage_of(tape.record, partial(self._outputs_again, observation))
+
+    def _outputs_again(self, observation: Observation, part: slice) -> Tensor:
+        """What the criterion looks at, of some of the data, with its graph."""
+        data = observation.record.data
+
+        def cut(argument: Any) -> Any:
+            mine = isinstance(argument, Tensor) and argument.ndim and len(argument) == data
+            return argument[part] if mine else argument
+
+        with self._as_it_began(observation.start), torch.enable_grad():
+            arguments = self._arguments_again(observation, cut)
+        return observation.record.geometry.bind(*arguments)[0]
 
     @contextmanager
     def _as_it_began(self, start: Start) -> Iterator[None]:
@@ -194,12 +209,15 @@ class Observer(Tape):
                         buffer.copy_(start.buffers[name])
             yield
 
-    def _arguments_again(self, observation: Observation) -> list[Any]:
+    def _arguments_again(
+        self, observation: Observation, cut: Callable[[Any], Any] = lambda argument: argument
+    ) -> list[Any]:
         """What the criterion would be called with, were the pass run again now."""
         start = observation.start
-        outputs = _flat(self.model(*start.args, **start.kwargs))
+        args, kwargs = tree_map(cut, (start.args, start.kwargs))
+        outputs = _flat(self.model(*args, **kwargs))
         return [
-            argument if place is None else outputs[place]
+            cut(argument) if place is None else outputs[place]
             for argument, place in zip(
                 observation.record.arguments, observation.places, strict=True
             )
@@ -259,14 +277,21 @@ class Observer(Tape):
     def keep(self, record: Record) -> None:
         found = self._pass_behind(record.arguments)
         assert found is not None
-        layers = None if self._compiled else Chain(record)
+        layers = self._chain(record)
         # The observation is held by a hook of the loss, and so must not hold the loss: a loss that
         # is never differentiated goes away, and its observation with it.
         seen = replace(record, loss=record.loss.detach())
         if layers is not None:
             layers.record = seen
         places = tuple(found.place(argument) for argument in record.arguments)
-        observation, observer = Observation(seen, layers, found.start, places), weakref.ref(self)
+        observer = weakref.ref(self)
+
+        def again(observation: Observation) -> Passage:
+            mine = observer()
+            assert mine is not None  # it is the observer's own optimiser that asks
+            return mine._record_again(observation)
+
+        observation = Observation(seen, layers, found.start, places, again)
 
         def differentiated(gradient: Tensor) -> None:
             mine = observer()
@@ -274,6 +299,16 @@ class Observer(Tape):
                 mine._note(observation, gradient.detach())
 
         record.loss.register_hook(differentiated)
+
+    def _chain(self, record: Record) -> Chain | None:
+        """The chain, if there is one that needs no graph; backward will free that."""
+        if self._compiled:
+            return None
+        try:
+            chain = Chain(record)
+        except UnsupportedGraphError:
+            return None
+        return None if chain.needs_graph else chain
 
     def _note(self, observation: Observation, gradient: Tensor) -> None:
         """A gradient has come back through the loss; if several do, they add up."""

@@ -231,7 +231,7 @@ class GaussNewton(GuardedOptimizer):
         most, share = self.step_size.most, rules.share_of_step(self.step_size.share, progress)
         if not self.step_size.calibrate:
             return plain(gradient, direction, previous, gram, shift, share)
-        names = observations[0].chain.trained
+        names = observations[0].passage.trained
         return calibrated(
             gradient, direction, previous, gram, shift, names, self._blend, most, share
         )
@@ -439,7 +439,7 @@ class GaussNewton(GuardedOptimizer):
         if self._estimator is None:
             chosen = self.param_groups[0].get("chosen")
             if self.curvature == "auto" and chosen is None:
-                choice = choose(observation.chain)
+                choice = choose(observation.passage)
                 self._estimator, self._reason = choice.estimator, choice.reason
                 name = next(n for n, kind in ESTIMATORS.items() if kind is type(choice.estimator))
                 self.param_groups[0]["chosen"] = [name, choice.reason]

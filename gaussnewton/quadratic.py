@@ -92,9 +92,9 @@ def gauss_newton_gram(
         where = slice(0, taken)
         tangents = []
         if layers is not None:
-            tangents.append(layer_jacobian_products(observation.chain, layers, where))
+            tangents.append(layer_jacobian_products(observation.passage, layers, where))
         if others is not None:
-            tangents.append(jacobian_product(observation.chain, others, where))
+            tangents.append(jacobian_product(observation.passage, others, where))
         J = torch.cat(tangents)
         HJ = record.geometry.hessian(*record.wide).select(where).product(J)
         gram = (J.flatten(1) @ HJ.flatten(1).T).double()

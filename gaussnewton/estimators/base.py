@@ -14,6 +14,7 @@ from gaussnewton.blocks import Block, KroneckerBlock
 from gaussnewton.chain import Chain, Link, check_finite
 from gaussnewton.errors import NonFiniteError, UnsupportedGraphError
 from gaussnewton.network import Network
+from gaussnewton.passage import Passage, passage_of
 from gaussnewton.tape import Record
 
 Exactness = Literal["G", "recursion", "block", "sampled"]
@@ -29,16 +30,15 @@ class Estimator(ABC):
     def __call__(self, record: Record) -> Mapping[str, Block]:
         """The blocks, by the qualified names of the layers, in the order of θ."""
         check_finite(record)
-        try:
-            chain = Chain(record)
-        except UnsupportedGraphError as objection:
-            return self._of_network(Network(record, objection))
-        return self.of_chain(chain)
+        return self.of(passage_of(record))
 
-    def of_chain(self, chain: Chain) -> Mapping[str, Block]:
-        """The same, where the chain of layers is known already."""
-        with torch.autocast(chain.record.outputs.device.type, enabled=False):
-            blocks = self.estimate(chain)
+    def of(self, passage: Passage) -> Mapping[str, Block]:
+        """The same, where the structure of layers is known already."""
+        with torch.autocast(passage.record.outputs.device.type, enabled=False):
+            if isinstance(passage, Chain):
+                blocks = self.estimate(passage)
+            else:
+                blocks = self.estimate_network(passage)
         _check_finite(blocks)
         return blocks
 
@@ -52,12 +52,6 @@ class Estimator(ABC):
             f"{type(self).__name__} goes from layer to layer of a chain, and this network is none: "
             f"{network.objection} Use 'kflr' or 'kfac', which need no chain."
         )
-
-    def _of_network(self, network: Network) -> Mapping[str, Block]:
-        with torch.autocast(network.record.outputs.device.type, enabled=False):
-            blocks = self.estimate_network(network)
-        _check_finite(blocks)
-        return blocks
 
 
 def kronecker_blocks(

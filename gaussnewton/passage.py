@@ -1,0 +1,27 @@
+"""A recorded forward pass as a structure of layers: a chain where it is one, else a network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from gaussnewton.chain import Chain
+from gaussnewton.errors import UnsupportedGraphError
+from gaussnewton.network import Network
+from gaussnewton.tape import Record
+
+Passage = Chain | Network
+
+
+def passage_of(record: Record, again: Callable[[slice], Tensor] | None = None) -> Passage:
+    """The chain of a record, or, where it is none, the network.
+
+    Args:
+        record: of a forward pass whose graph has not been freed.
+        again: computes the outputs of some of the data anew, for products with a network.
+    """
+    try:
+        return Chain(record)
+    except UnsupportedGraphError as objection:
+        return Network(record, objection, again)
