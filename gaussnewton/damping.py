@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from gaussnewton.blocks import KroneckerBlock
+from gaussnewton.blocks import Block
 from gaussnewton.progress import Progress
 from gaussnewton.settings import Damping
 
@@ -33,13 +33,13 @@ REFUSAL = 4
 """After a refused step τ rises by as much as in so many ordinary rises."""
 
 
-def mean_eigenvalue(blocks: Mapping[str, KroneckerBlock]) -> float:
+def mean_eigenvalue(blocks: Mapping[str, Block]) -> float:
     """tr(C̃) / dim(C̃), over all blocks: the scale on which damping is small or large."""
     size = sum(block.rows * block.columns for block in blocks.values())
     return float(torch.stack([block.trace() for block in blocks.values()]).sum()) / size
 
 
-def first_candidates(blocks: Mapping[str, KroneckerBlock], settings: Damping) -> list[float]:
+def first_candidates(blocks: Mapping[str, Block], settings: Damping) -> list[float]:
     """What to try for τ on the first batch, from the least on."""
     if settings.tau is not None:
         return [settings.tau]

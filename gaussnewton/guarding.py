@@ -6,6 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from gaussnewton import damping as rules
@@ -110,13 +111,18 @@ class GuardedOptimizer(ObservingOptimizer):
         return None if any(part is None for part in found) else found
 
     def _previous(self) -> Matrices | None:
-        """The last update; None if there is none for some layer."""
+        """The last update; None if there is none for some layer.
+
+        Parameters without a gradient had no part in this pass and are not to be moved.
+        """
         if self._start() is None:
             return None
         return {
             group.name: group.matrix(
                 {
-                    key: widened(p) - widened(self.state[p]["start"])
+                    key: torch.zeros_like(widened(p))
+                    if p.grad is None
+                    else widened(p) - widened(self.state[p]["start"])
                     for key, p in group.parameters.items()
                 }
             )

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gaussnewton.blocks import KroneckerBlock
-from gaussnewton.estimators import KFRA
+from gaussnewton.blocks import Block
+from gaussnewton.chain import Chain
+from gaussnewton.estimators import KFAC, KFRA
 from gaussnewton.exact import ConjugateGradientsResult, conjugate_gradients
 from gaussnewton.jacobian import gauss_newton_product
 from gaussnewton.observer import Observation
@@ -185,19 +186,17 @@ class HessianFree(ObservingOptimizer):
         elif not rho >= 0.25:
             progress.tau = min(progress.tau * 3 / 2, MOST * progress.first_tau)
 
-    def _blocks(self, observations: Sequence[Observation]) -> dict[str, KroneckerBlock]:
+    def _blocks(self, observations: Sequence[Observation]) -> dict[str, Block]:
         observation = observations[0]
         assert observation.factor is not None
         factor = float(observation.factor) * len(observations)
         blocks = {}
-        for name, block in KFRA().of(observation.passage).items():
-            assert isinstance(block, KroneckerBlock)
-            blocks[name] = KroneckerBlock(block.Q, block.G * factor)
+        estimator = KFRA() if isinstance(observation.passage, Chain) else KFAC()
+        for name, block in estimator.of(observation.passage).items():
+            blocks[name] = block.scaled(factor)
         return blocks
 
-    def _preconditioner(
-        self, blocks: dict[str, KroneckerBlock], tau: float
-    ) -> Callable[[Tensor], Tensor]:
+    def _preconditioner(self, blocks: dict[str, Block], tau: float) -> Callable[[Tensor], Tensor]:
         inverses = {
             name: block.invert(tau + self._eta(name), "factored") for name, block in blocks.items()
         }

@@ -68,7 +68,9 @@ def layer_jacobian_products(
     return tangents
 
 
-def transposed_product(chain: Passage, rows: Float[Tensor, "n d"]) -> dict[str, Float[Tensor, "_ _"]]:
+def transposed_product(
+    chain: Passage, rows: Float[Tensor, "n d"]
+) -> dict[str, Float[Tensor, "_ _"]]:
     """Jᵀ r: what vectors at the outputs pull on each layer's matrix ``[W | b]``."""
     if isinstance(chain, Network):
         return chain.transposed_product(rows)

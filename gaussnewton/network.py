@@ -85,20 +85,20 @@ class Network:
             tangents: dict[str, Tensor] = {}
             for name, matrix in direction.items():
                 tangents |= self.record.theta[name].tensors(matrix)
-            used = [key for key in tangents if pulled[key] is not None]
-            (moved,) = torch.autograd.grad(
-                [pulled[key] for key in used],
-                [u],
-                [tangents[key].to(u.dtype) for key in used],
-                retain_graph=True,
-                allow_unused=True,
-            ) if used else (None,)
+            used = [key for key in tangents if key in pulled]
+            moved = None
+            if used:
+                (moved,) = torch.autograd.grad(
+                    [pulled[key] for key in used],
+                    [u],
+                    [tangents[key].to(u.dtype) for key in used],
+                    retain_graph=True,
+                    allow_unused=True,
+                )
             result.append(zero if moved is None else moved.flatten(1))
         return widened(torch.stack(result))
 
-    def transposed_product(
-        self, rows: Float[Tensor, "n d"]
-    ) -> dict[str, Float[Tensor, "_ _"]]:
+    def transposed_product(self, rows: Float[Tensor, "n d"]) -> dict[str, Float[Tensor, "_ _"]]:
         """Jᵀ r: what vectors at the outputs pull on each layer's matrix ``[W | b]``."""
         outputs = self._outputs(slice(None))
         pulled = self._parameter_gradients(outputs, rows.to(outputs.dtype).reshape(outputs.shape))
@@ -106,7 +106,7 @@ class Network:
             group.name: widened(
                 group.matrix(
                     {
-                        key: torch.zeros_like(p) if pulled[key] is None else pulled[key]
+                        key: pulled.get(key, torch.zeros_like(p))
                         for key, p in group.parameters.items()
                     }
                 )
@@ -120,12 +120,13 @@ class Network:
 
     def _parameter_gradients(
         self, outputs: Tensor, v: Tensor, create_graph: bool = False
-    ) -> dict[str, Tensor | None]:
+    ) -> dict[str, Tensor]:
+        """Jᵀ v by parameter; without those that the outputs do not depend on."""
         named = {key: p for group in self.record.theta for key, p in group.parameters.items()}
         found = torch.autograd.grad(
             [outputs], list(named.values()), [v], create_graph=create_graph, allow_unused=True
         )
-        return dict(zip(named, found, strict=True))
+        return {key: g for key, g in zip(named, found, strict=True) if g is not None}
 
     def _pull(self, rows: Float[Tensor, "k n d"]) -> Sequence[Tensor | None]:
         outputs = self.record.outputs

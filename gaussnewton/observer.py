@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from gaussnewton.compiled import eagerly, is_compiled, original
 from gaussnewton.chain import Chain
+from gaussnewton.compiled import eagerly, is_compiled, original
 from gaussnewton.errors import RecordError, UnsupportedGraphError
 from gaussnewton.hooks import Hook
 from gaussnewton.model_state import unchanged
@@ -227,9 +227,10 @@ class Observer(Tape):
         return super().listening() and self.model.training and not self._paused
 
     def _before_model(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.listening():
+        trained = self._trained_now()
+        if not self.listening() or not any(trained):  # as inside of torch.func's transformations
             return
-        if is_compiled(self.model) != self._compiled or self._trained_now() != self._trained:
+        if is_compiled(self.model) != self._compiled or trained != self._trained:
             self.attach()
         if self.observations and not self._any_gradient():
             self.forget()  # they were reset without telling the optimiser

@@ -156,8 +156,10 @@ class ObservingOptimizer(Optimizer):
             group.name: widened(
                 group.matrix(
                     {
-                        key: (torch.zeros_like(p) if p.grad is None else p.grad)
-                        + self._setting(p, "weight_decay") * p
+                        # As everywhere in torch, without a gradient there is no decay either.
+                        key: torch.zeros_like(p)
+                        if p.grad is None
+                        else p.grad + self._setting(p, "weight_decay") * p
                         for key, p in group.parameters.items()
                     }
                 )

@@ -11,7 +11,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from gaussnewton import damping as rules
-from gaussnewton.blocks import Inverse, Inversion, KroneckerBlock
+from gaussnewton.blocks import Inverse, Inversion
 from gaussnewton.errors import FactorisationError, NonFiniteError
 from gaussnewton.estimators import ESTIMATORS, KFAC, BlockHessian, Estimator, choose, estimator_of
 from gaussnewton.guarding import GuardedOptimizer
@@ -20,7 +20,7 @@ from gaussnewton.observing import Matrices, inner
 from gaussnewton.progress import Progress
 from gaussnewton.proposal import Proposal, Shift, calibrated, plain, squared
 from gaussnewton.quadratic import gauss_newton_gram
-from gaussnewton.running import blocks_of, careful_inverse, store
+from gaussnewton.running import Factored, blocks_of, careful_inverse, store, stored
 from gaussnewton.settings import Damping, Guard, Refresh, StepSize
 
 
@@ -154,17 +154,14 @@ class GaussNewton(GuardedOptimizer):
             store(self._layer_state(name), block, self.refresh.decay)
         return True
 
-    def _blocks(self) -> dict[str, KroneckerBlock]:
+    def _blocks(self) -> dict[str, Factored]:
         """The running blocks; none if a layer has none, or has changed its shape."""
         blocks = {}
         for group in self._observer.theta:
-            state = self._layer_state(group.name)
-            if not state.get("estimates") or (len(state["G"]), len(state["Q"])) != (
-                group.rows,
-                group.columns,
-            ):
+            block = stored(self._layer_state(group.name))
+            if block is None or (block.rows, block.columns) != (group.rows, group.columns):
                 return {}
-            blocks[group.name] = KroneckerBlock(state["Q"], state["G"])
+            blocks[group.name] = block
         return blocks
 
     def _invert_if_due(self, fresh: bool, progress: Progress) -> None:

@@ -5,51 +5,65 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gaussnewton.blocks import Inverse, Inversion, KroneckerBlock
+from gaussnewton.blocks import Block, GroupedBlock, Inverse, Inversion, KroneckerBlock
 from gaussnewton.errors import FactorisationError
 from gaussnewton.estimators import Estimator
 from gaussnewton.observer import Observation
 from gaussnewton.progress import Progress
 
+Factored = KroneckerBlock | GroupedBlock
+"""A block that is kept as its factors Q and G."""
 
-def blocks_of(
-    observations: Sequence[Observation], estimator: Estimator
-) -> dict[str, KroneckerBlock]:
+
+def blocks_of(observations: Sequence[Observation], estimator: Estimator) -> dict[str, Factored]:
     """The blocks of f, of all observed passes together."""
-    result: dict[str, KroneckerBlock] = {}
+    result: dict[str, Factored] = {}
     data = 0
     for observation in observations:
         assert observation.factor is not None
         factor, count = float(observation.factor), observation.record.data
-        for name, block in estimator.of_chain(observation.chain).items():
-            assert isinstance(block, KroneckerBlock)
+        for name, block in estimator.of(observation.passage).items():
+            assert isinstance(block, KroneckerBlock | GroupedBlock)
             if name in result:
-                result[name] = result[name].merge(block, (data, count), (1.0, factor))
+                result[name] = result[name].merge(block, (data, count), (1.0, factor))  # type: ignore[arg-type]
             else:
-                result[name] = KroneckerBlock(block.Q, block.G * factor)
+                result[name] = block.scaled(factor)
         data += count
     return result
 
 
-def store(state: dict[str, Any], fresh: KroneckerBlock, decay: float) -> None:
+def stored(state: dict[str, Any]) -> Factored | None:
+    """The running block of a layer's state, if there is one."""
+    if not state.get("estimates"):
+        return None
+    Q, G = state["Q"], state["G"]
+    return KroneckerBlock(Q, G) if Q.ndim == 2 else GroupedBlock.of(Q, G)
+
+
+def store(state: dict[str, Any], fresh: Factored, decay: float) -> None:
     """Average a fresh block into the running one, which is a plain mean at first.
+
+    A layer that had no part in a pass keeps what it had.
 
     Args:
         state: a layer's state, where Q, G and their count are kept.
         fresh: the estimate of now.
         decay: the weight of the past, once there is enough of it.
     """
-    fits = "Q" in state and (state["Q"].shape, state["G"].shape) == (fresh.Q.shape, fresh.G.shape)
-    count = state.get("estimates", 0) + 1 if fits else 1
-    if count > 1:
-        past = KroneckerBlock(state["Q"], state["G"])
-        fresh = past.average(fresh, min(decay, 1 - 1 / count))
+    past = stored(state)
+    fits = past is not None and (past.Q.shape, past.G.shape) == (fresh.Q.shape, fresh.G.shape)
+    if fits and not bool(fresh.trace()):
+        return
+    count = 1
+    if fits and bool(past.trace()):  # type: ignore[union-attr]
+        count = state["estimates"] + 1
+        fresh = past.average(fresh, min(decay, 1 - 1 / count))  # type: ignore[union-attr, arg-type]
     state.update(Q=fresh.Q, G=fresh.G, estimates=count)
 
 
 def careful_inverse(
     name: str,
-    block: KroneckerBlock,
+    block: Block,
     damping: float,
     inversion: Inversion,
     last: Inverse | None,
@@ -59,10 +73,9 @@ def careful_inverse(
 
     Each failure is counted in ``progress.mended``.
     """
-    wide = KroneckerBlock(block.Q.double(), block.G.double())
-    for candidate, amount in ((block, 1), (block, 10), (wide, 10), (wide, 1000)):
+    for wide, amount in ((False, 1), (False, 10), (True, 10), (True, 1000)):
         try:
-            return candidate.invert(amount * damping, inversion)
+            return (block.double() if wide else block).invert(amount * damping, inversion)
         except (FactorisationError, RuntimeError):  # torch's LinAlgError is one
             progress.mended += 1
     if last is not None:

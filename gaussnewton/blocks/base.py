@@ -54,6 +54,14 @@ class Block(ABC):
         """The trace of C."""
 
     @abstractmethod
+    def scaled(self, factor: float) -> Block:
+        """factor · C."""
+
+    @abstractmethod
+    def double(self) -> Block:
+        """C in float64."""
+
+    @abstractmethod
     def average(self, newer: Any, decay: float) -> Block:
         """The running average decay · self + (1 − decay) · newer."""
 

@@ -46,6 +46,12 @@ class DenseBlock(Block):
         damped.diagonal().add_(damping)
         return CholeskyInverse(cholesky(damped, "the damped block"), self.rows, self.columns)
 
+    def scaled(self, factor: float) -> DenseBlock:
+        return DenseBlock(self.matrix * factor, self.rows, self.columns)
+
+    def double(self) -> DenseBlock:
+        return DenseBlock(self.matrix.double(), self.rows, self.columns)
+
     def average(self, newer: DenseBlock, decay: float) -> DenseBlock:
         return DenseBlock(newer.matrix.lerp(self.matrix, decay), self.rows, self.columns)
 

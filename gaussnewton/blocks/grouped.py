@@ -66,6 +66,27 @@ class GroupedBlock(Block):
     def trace(self) -> Float[Tensor, ""]:
         return torch.stack([part.trace() for part in self.parts]).sum()
 
+    def scaled(self, factor: float) -> GroupedBlock:
+        return GroupedBlock(tuple(part.scaled(factor) for part in self.parts))
+
+    def double(self) -> GroupedBlock:
+        return GroupedBlock(tuple(part.double() for part in self.parts))
+
+    @classmethod
+    def of(cls, Q: Float[Tensor, "g c c"], G: Float[Tensor, "g r r"]) -> GroupedBlock:
+        """From the factors of all groups, stacked."""
+        return cls(tuple(KroneckerBlock(q, g) for q, g in zip(Q, G, strict=True)))
+
+    @property
+    def Q(self) -> Float[Tensor, "g c c"]:
+        """The factors Q of all groups, stacked."""
+        return torch.stack([part.Q for part in self.parts])
+
+    @property
+    def G(self) -> Float[Tensor, "g r r"]:
+        """The factors G of all groups, stacked."""
+        return torch.stack([part.G for part in self.parts])
+
     def average(self, newer: GroupedBlock, decay: float) -> GroupedBlock:
         pairs = zip(self.parts, newer.parts, strict=True)
         return GroupedBlock(tuple(mine.average(other, decay) for mine, other in pairs))

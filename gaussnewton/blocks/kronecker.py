@@ -81,6 +81,12 @@ class KroneckerBlock(Block):
             return FactoredInverse.of(self, damping)
         raise ValueError(f'inversion must be "exact" or "factored", not {inversion!r}')
 
+    def scaled(self, factor: float) -> KroneckerBlock:
+        return KroneckerBlock(self.Q, self.G * factor)
+
+    def double(self) -> KroneckerBlock:
+        return KroneckerBlock(self.Q.double(), self.G.double())
+
     def average(self, newer: KroneckerBlock, decay: float) -> KroneckerBlock:
         return KroneckerBlock(
             newer.Q.lerp(self.Q, decay),

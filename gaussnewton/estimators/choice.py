@@ -6,13 +6,20 @@ from dataclasses import dataclass
 
 from gaussnewton.chain import Chain
 from gaussnewton.estimators.base import Estimator
+from gaussnewton.estimators.kfac import KFAC
 from gaussnewton.estimators.kflr import KFLR
 from gaussnewton.estimators.kfra import KFRA
+from gaussnewton.network import Network
+from gaussnewton.passage import Passage
 from gaussnewton.segments import General
 
 AFFORDABLE = 1.0
 """KFLR is taken where it costs at most so many forward and backward passes of the batch. It is
 exact, but training with KFRA is hardly worse, and with many outputs far cheaper."""
+
+
+FEW = 2
+"""So many outputs make KFLR as cheap as the backward pass itself in any network."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +30,17 @@ class Choice:
     reason: str
 
 
-def choose(chain: Chain) -> Choice:
-    """KFLR where it is affordable or the cheaper one, else KFRA.
+def choose(chain: Passage) -> Choice:
+    """KFLR where it is affordable or the cheaper one, else KFRA; KFAC where there is no chain.
 
     KFRA is dear where a function between layers is not elementwise: it must then send as many
     rows through autograd as the function is wide.
     """
     outputs = chain.record.outputs[0].numel()
+    if isinstance(chain, Network):
+        if outputs <= FEW:
+            return Choice(KFLR(), f"KFLR is exact, and cheap with {_count(outputs)}")
+        return Choice(KFAC(), f"KFRA needs a chain of layers: {chain.objection}")
     kflr, kfra = _rows_back(chain, outputs) / _pass(chain), _expected_back(chain) / _pass(chain)
     costs = f"{kflr:.2g} forward and backward passes of the batch; KFRA: {kfra:.2g}"
     if kflr <= AFFORDABLE:

@@ -81,5 +81,4 @@ def _block(group: Group, calls: list[LayerCall], G: Tensor | None, sharing: Shar
         zeros = (like.new_zeros(s, s, dtype=wide) for s in (group.columns, group.rows))
         return KroneckerBlock(*zeros)
     Q = _input_moment(calls, sharing)
-    blocks = [KroneckerBlock(q, g) for q, g in zip(Q, G, strict=True)]
-    return blocks[0] if len(blocks) == 1 else GroupedBlock(tuple(blocks))
+    return KroneckerBlock(Q[0], G[0]) if len(Q) == 1 else GroupedBlock.of(Q, G)

@@ -1,0 +1,133 @@
+"""GaussNewton and HessianFree on networks that are no chains."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gaussnewton as gn
+from gaussnewton.jacobian import gauss_newton_product, jacobian_product, layer_jacobian_products
+from gaussnewton.observer import Observer
+from tests.estimators.test_shared import images, residual, twice
+from tests.problems import relative
+
+
+def observed(problem, n: int):
+    model, batch = problem(n)
+    criterion = nn.CrossEntropyLoss(reduction="sum")
+    observer = Observer(model, criterion)
+    criterion(model(batch[0]), batch[1]).backward()
+    (observation,) = observer.take()
+    return model, criterion, batch, observation, observer
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch.func itself
+@pytest.mark.parametrize("problem", [residual, images, twice])
+def test_jacobian_products_are_exact(problem) -> None:
+    model, _, (x, _), observation, observer = observed(problem, 5)
+    torch.manual_seed(1)
+    directions = {
+        g.name: torch.randn(2, g.rows, g.columns, dtype=torch.float64) for g in observer.theta
+    }
+    names = dict(model.named_parameters())
+
+    def outputs(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x,))
+
+    expected = []
+    for k in range(2):
+        tangents = {}
+        for group in observer.theta:
+            tangents |= group.tensors(directions[group.name][k])
+        expected.append(torch.func.jvp(outputs, (names,), (tangents,))[1])
+    with observer.paused():
+        found = jacobian_product(observation.passage, directions)
+        assert relative(found, torch.stack(expected)) < 1e-10
+        part = jacobian_product(observation.passage, directions, slice(0, 3))
+        assert relative(part, torch.stack(expected)[:, :3]) < 1e-10
+        first = {name: V[0] for name, V in directions.items()}
+        layers = layer_jacobian_products(observation.passage, first)
+    assert len(layers) == len(first)
+    assert relative(layers.sum(0), expected[0]) < 1e-10
+
+
+@pytest.mark.parametrize("problem", [residual, images, twice])
+def test_gauss_newton_products_are_exact(problem) -> None:
+    model, criterion, batch, observation, observer = observed(problem, 4)
+    torch.manual_seed(1)
+    v = torch.randn(observer.theta.size, dtype=torch.float64)
+    found = gauss_newton_product(observation.passage, observer.theta.matrices(v))
+    expected = gn.exact.gauss_newton_product(model, criterion, batch)(v)
+    assert relative(observer.theta.join(found), expected) < 1e-10
+
+
+@pytest.mark.parametrize("problem", [residual, images, twice])
+@pytest.mark.parametrize("kind", [gn.GaussNewton, gn.HessianFree])
+def test_trains(problem, kind) -> None:
+    model, (x, _) = problem(60)
+    y = (x.flatten(1).sum(1) > 0).long()
+    criterion = nn.CrossEntropyLoss()
+    optimizer = kind(model, criterion)
+    losses = []
+    for _ in range(15):
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_resumes_bit_for_bit_with_groups() -> None:
+    model, (x, y) = images(20)
+    criterion = nn.CrossEntropyLoss()
+    optimizer = gn.GaussNewton(model, criterion)
+
+    def step(model: nn.Module, optimizer: gn.GaussNewton) -> None:
+        optimizer.zero_grad()
+        optimizer.criterion(model(x), y).backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step(model, optimizer)
+    twin, same = copy.deepcopy(model), nn.CrossEntropyLoss()
+    other = gn.GaussNewton(twin, same)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for _ in range(3):
+        step(model, optimizer)
+        step(twin, other)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_experts_that_are_not_used_keep_their_curvature() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.last = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, which: int) -> Tensor:
+            return self.last(torch.tanh(self.experts[which](x)))
+
+    torch.manual_seed(0)
+    model, criterion = Experts(), nn.CrossEntropyLoss()
+    optimizer = gn.GaussNewton(model, criterion)
+    x, y = torch.randn(30, 4), torch.randint(3, (30,))
+    factors = []
+    for which in (0, 1, 1, 1, 0):
+        optimizer.zero_grad()
+        criterion(model(x, which), y).backward()
+        before = [p.detach().clone() for p in model.experts[1 - which].parameters()]
+        optimizer.step()
+        assert all(
+            torch.equal(p, q)
+            for p, q in zip(model.experts[1 - which].parameters(), before, strict=True)
+        )
+        factors.append(optimizer.state[model.experts[0].weight]["G"].clone())
+    assert factors[0].any()
+    assert torch.equal(factors[0], factors[3])
+    assert not torch.equal(factors[3], factors[4])
