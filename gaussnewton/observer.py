@@ -63,11 +63,13 @@ class ForwardPass:
         start: how it began.
         calls: its layers' calls.
         outputs: what it returned, held weakly: a pass that nobody looks at is gone.
+        draws: whether random numbers were drawn in it.
     """
 
     start: Start
     calls: list[LayerCall]
     outputs: list[weakref.ref[Any] | None] = field(default_factory=list)
+    draws: bool = False
 
     def place(self, argument: Any) -> int | None:
         """Which of its outputs something is."""
@@ -88,6 +90,7 @@ class Observation:
         record: what it saw.
         layers: its chain of layers, taken from the graph before ``backward`` frees it; None where
             that does not do, until somebody asks: the pass is then run once more.
+        draws: whether random numbers were drawn in it.
         again: runs it once more, and returns its structure of layers.
         start: how it began.
         places: for each argument of the criterion, which of the model's outputs it was.
@@ -99,6 +102,7 @@ class Observation:
     layers: Passage | None
     start: Start
     places: tuple[int | None, ...]
+    draws: bool
     again: Callable[[Observation], Passage]
     factor: Tensor | None = None
 
@@ -195,9 +199,11 @@ class Observer(Tape):
             mine = isinstance(argument, Tensor) and argument.ndim and len(argument) == data
             return argument[part] if mine else argument
 
+        bind = observation.record.geometry.bind
         with self._as_it_began(observation.start), torch.enable_grad():
-            arguments = self._arguments_again(observation, cut)
-        return observation.record.geometry.bind(*arguments)[0]
+            if observation.draws:  # of a part of the data other numbers would be drawn
+                return bind(*self._arguments_again(observation))[0][part]
+            return bind(*self._arguments_again(observation, cut))[0]
 
     @contextmanager
     def _as_it_began(self, start: Start) -> Iterator[None]:
@@ -250,6 +256,9 @@ class Observer(Tape):
             self._current.outputs = [
                 weakref.ref(leaf) if isinstance(leaf, Tensor) else None for leaf in _flat(outputs)
             ]
+            self._current.draws = not torch.equal(
+                torch.get_rng_state(), self._current.start.random_state
+            )
             self._passes.append(self._current)
         self._current = None
 
@@ -292,7 +301,7 @@ class Observer(Tape):
             assert mine is not None  # it is the observer's own optimiser that asks
             return mine._record_again(observation)
 
-        observation = Observation(seen, layers, found.start, places, again)
+        observation = Observation(seen, layers, found.start, places, found.draws, again)
 
         def differentiated(gradient: Tensor) -> None:
             mine = observer()

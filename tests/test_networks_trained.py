@@ -54,6 +54,23 @@ def test_jacobian_products_are_exact(problem) -> None:
     assert relative(layers.sum(0), expected[0]) < 1e-10
 
 
+def test_jacobian_products_of_a_pass_with_dropout_are_of_that_pass() -> None:
+    torch.manual_seed(0)
+    dropped = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Dropout(0.5), nn.Flatten(), nn.Linear(6, 2))
+    x, y = torch.randn(4, 2, 3), torch.randint(2, (4,))
+    criterion = nn.CrossEntropyLoss()
+    observer = Observer(dropped, criterion)
+    outputs = dropped(x)
+    rows = torch.autograd.grad(outputs[1, 0], list(dropped.parameters()), retain_graph=True)
+    criterion(outputs, y).backward()
+    (observation,) = observer.take()
+    direction = {g.name: torch.randn(1, g.rows, g.columns) for g in observer.theta}
+    found = jacobian_product(observation.passage, direction, slice(0, 2))
+    tangents = [t for g in observer.theta for t in g.tensors(direction[g.name][0]).values()]
+    expected = sum((r * t).sum() for r, t in zip(rows, tangents, strict=True))
+    torch.testing.assert_close(found[0, 1, 0], expected)
+
+
 @pytest.mark.parametrize("problem", [residual, images, twice])
 def test_gauss_newton_products_are_exact(problem) -> None:
     model, criterion, batch, observation, observer = observed(problem, 4)
