@@ -7,7 +7,14 @@ gn.verify(model, criterion, (x, y))
 """
 
 from gaussnewton import diagnostics, errors, exact, layers, losses
-from gaussnewton.blocks import Block, Curvature, DenseBlock, GroupedBlock, KroneckerBlock
+from gaussnewton.blocks import (
+    Block,
+    Curvature,
+    DenseBlock,
+    DiagonalBlock,
+    GroupedBlock,
+    KroneckerBlock,
+)
 from gaussnewton.diagnostics import alignment, verify
 from gaussnewton.estimate import curvature
 from gaussnewton.estimators import KFAC, KFLR, KFRA, BlockHessian, Estimator
@@ -31,6 +38,7 @@ __all__ = [
     "Curvature",
     "Damping",
     "DenseBlock",
+    "DiagonalBlock",
     "Estimator",
     "GaussNewton",
     "GroupedBlock",

@@ -128,7 +128,7 @@ def _may_be_linked(call: LayerCall, record: Record) -> bool:
     objection = (
         call.rule.objection(call.input)
         if isinstance(call.rule, ChainRule)
-        else f"is a {kind}, which uses its weights at many positions of a datum"
+        else f"is a {kind}, which is no layer of a chain"
     )
     if objection is not None and call.name in record.theta.groups:
         raise UnsupportedGraphError(f"layer '{call.name}' ({kind}) {objection}.")

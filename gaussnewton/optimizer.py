@@ -11,16 +11,25 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from gaussnewton import damping as rules
-from gaussnewton.blocks import Inverse, Inversion
+from gaussnewton.blocks import Block, Inverse, Inversion
+from gaussnewton.compiled import original
 from gaussnewton.errors import FactorisationError, NonFiniteError
 from gaussnewton.estimators import ESTIMATORS, KFAC, BlockHessian, Estimator, choose, estimator_of
 from gaussnewton.guarding import GuardedOptimizer
 from gaussnewton.observer import Observation
 from gaussnewton.observing import Matrices, inner
+from gaussnewton.parameters import Group
 from gaussnewton.progress import Progress
 from gaussnewton.proposal import Proposal, Shift, calibrated, plain, squared
 from gaussnewton.quadratic import gauss_newton_gram
-from gaussnewton.running import Factored, blocks_of, careful_inverse, store, stored
+from gaussnewton.running import (
+    blocks_of,
+    careful_inverse,
+    empty_numbers,
+    kind_of,
+    store,
+    stored,
+)
 from gaussnewton.settings import Damping, Guard, Refresh, StepSize
 
 
@@ -151,15 +160,15 @@ class GaussNewton(GuardedOptimizer):
                 raise
             return False
         for name, block in fresh.items():
-            store(self._layer_state(name), block, self.refresh.decay)
+            store(self._layer_state(name), self._observer.theta[name], block, self.refresh.decay)
         return True
 
-    def _blocks(self) -> dict[str, Factored]:
+    def _blocks(self) -> dict[str, Block]:
         """The running blocks; none if a layer has none, or has changed its shape."""
         blocks = {}
         for group in self._observer.theta:
-            block = stored(self._layer_state(group.name))
-            if block is None or (block.rows, block.columns) != (group.rows, group.columns):
+            block = stored(self._layer_state(group.name), group)
+            if block is None:
                 return {}
             blocks[group.name] = block
         return blocks
@@ -259,9 +268,8 @@ class GaussNewton(GuardedOptimizer):
         super()._prime()
         for group in self._observer.theta:
             state, like = self._layer_state(group.name), next(iter(group.parameters.values()))
-            wide = torch.promote_types(like.dtype, torch.float32)
-            for key, size in (("Q", group.columns), ("G", group.rows)):
-                state.setdefault(key, like.new_zeros(size, size, dtype=wide))
+            for key, zeros in empty_numbers(self._module(group), group).items():
+                state.setdefault(key, zeros)
             state.setdefault("estimates", 0)
             if self.step_size.calibrate:
                 empty = like.new_full((), math.nan, dtype=torch.float64)
@@ -401,11 +409,19 @@ class GaussNewton(GuardedOptimizer):
             estimator = estimator_of(self.curvature)
         method = "chosen at the first step" if estimator is None else type(estimator).__name__
         rows = [
-            [group.name or "(model)", f"{group.rows} x {group.columns}", "Kronecker", method]
+            [
+                group.name or "(model)",
+                f"{group.rows} x {group.columns}",
+                kind_of(self._module(group), group),
+                method,
+            ]
             for group in self._observer.theta
         ]
         table = tabulate(rows, ["layer", "[W | b]", "block", "curvature"], disable_numparse=True)
         return f"{table}\ncurvature: {reason}; inversion: {self.inversion}"
+
+    def _module(self, group: Group) -> nn.Module:
+        return original(self.model).get_submodule(group.name)
 
     # torch.optim.Optimizer
 

@@ -5,60 +5,120 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gaussnewton.blocks import Block, GroupedBlock, Inverse, Inversion, KroneckerBlock
+import torch
+from torch import Tensor, nn
+
+from gaussnewton.blocks import (
+    Block,
+    DenseBlock,
+    DiagonalBlock,
+    GroupedBlock,
+    Inverse,
+    Inversion,
+    KroneckerBlock,
+)
 from gaussnewton.errors import FactorisationError
 from gaussnewton.estimators import Estimator
+from gaussnewton.estimators.shared import DENSE
+from gaussnewton.layers import SmallRule, rule_for
 from gaussnewton.observer import Observation
+from gaussnewton.parameters import Group
 from gaussnewton.progress import Progress
 
-Factored = KroneckerBlock | GroupedBlock
-"""A block that is kept as its factors Q and G."""
+KEYS = ("Q", "G", "matrix", "D")
+"""Under which a block's numbers are kept in a layer's state."""
 
 
-def blocks_of(observations: Sequence[Observation], estimator: Estimator) -> dict[str, Factored]:
+def blocks_of(observations: Sequence[Observation], estimator: Estimator) -> dict[str, Block]:
     """The blocks of f, of all observed passes together."""
-    result: dict[str, Factored] = {}
+    result: dict[str, Block] = {}
     data = 0
     for observation in observations:
         assert observation.factor is not None
         factor, count = float(observation.factor), observation.record.data
         for name, block in estimator.of(observation.passage).items():
-            assert isinstance(block, KroneckerBlock | GroupedBlock)
-            if name in result:
-                result[name] = result[name].merge(block, (data, count), (1.0, factor))  # type: ignore[arg-type]
-            else:
+            if name not in result:
                 result[name] = block.scaled(factor)
+            elif _fit(result[name], block):
+                result[name] = result[name].merge(block, (data, count), (1.0, factor))
         data += count
     return result
 
 
-def stored(state: dict[str, Any]) -> Factored | None:
-    """The running block of a layer's state, if there is one."""
+def kind_of(module: nn.Module, group: Group) -> str:
+    """The kind of block that a layer gets, in words."""
+    if isinstance(rule_for(module), SmallRule):
+        return "dense" if group.size <= DENSE else "diagonal"
+    groups = getattr(module, "groups", 1)
+    return "Kronecker" if groups == 1 else f"Kronecker, {groups} groups"
+
+
+def empty_numbers(module: nn.Module, group: Group) -> dict[str, Tensor]:
+    """Zeros in place of what :func:`numbers` would return."""
+    like, groups = next(iter(group.parameters.values())), getattr(module, "groups", 1)
+    wide = torch.promote_types(like.dtype, torch.float32)
+    known: dict[str, dict[str, tuple[int, ...]]] = {
+        "dense": {"matrix": (group.size, group.size)},
+        "diagonal": {"D": (group.rows, group.columns)},
+        "Kronecker": {"Q": (group.columns,) * 2, "G": (group.rows,) * 2},
+    }
+    stacked = {"Q": (groups, *(group.columns,) * 2), "G": (groups, *(group.rows // groups,) * 2)}
+    sizes = known.get(kind_of(module, group), stacked)
+    return {key: like.new_zeros(size, dtype=wide) for key, size in sizes.items()}
+
+
+def numbers(block: Block) -> dict[str, Tensor]:
+    """The tensors that a block is made of, for a layer's state."""
+    if isinstance(block, KroneckerBlock | GroupedBlock):
+        return {"Q": block.Q, "G": block.G}
+    if isinstance(block, DenseBlock):
+        return {"matrix": block.matrix}
+    assert isinstance(block, DiagonalBlock)
+    return {"D": block.D}
+
+
+def stored(state: dict[str, Any], group: Group) -> Block | None:
+    """The running block of a layer's state, if there is one and it fits the layer."""
+    block: Block | None = None
     if not state.get("estimates"):
         return None
-    Q, G = state["Q"], state["G"]
-    return KroneckerBlock(Q, G) if Q.ndim == 2 else GroupedBlock.of(Q, G)
+    if "Q" in state:
+        Q, G = state["Q"], state["G"]
+        block = KroneckerBlock(Q, G) if Q.ndim == 2 else GroupedBlock.of(Q, G)
+    elif "matrix" in state:
+        if len(state["matrix"]) != group.size:
+            return None
+        block = DenseBlock(state["matrix"], group.rows, group.columns)
+    else:
+        block = DiagonalBlock(state["D"])
+    return block if (block.rows, block.columns) == (group.rows, group.columns) else None
 
 
-def store(state: dict[str, Any], fresh: Factored, decay: float) -> None:
+def store(state: dict[str, Any], group: Group, fresh: Block, decay: float) -> None:
     """Average a fresh block into the running one, which is a plain mean at first.
 
     A layer that had no part in a pass keeps what it had.
 
     Args:
-        state: a layer's state, where Q, G and their count are kept.
+        state: a layer's state, where the block and the count of estimates are kept.
+        group: the layer's parameters.
         fresh: the estimate of now.
         decay: the weight of the past, once there is enough of it.
     """
-    past = stored(state)
-    fits = past is not None and (past.Q.shape, past.G.shape) == (fresh.Q.shape, fresh.G.shape)
-    if fits and not bool(fresh.trace()):
+    past, count = stored(state, group), 1
+    if past is not None and not bool(fresh.trace()):
         return
-    count = 1
-    if fits and bool(past.trace()):  # type: ignore[union-attr]
+    if past is not None and _fit(past, fresh) and bool(past.trace()):
         count = state["estimates"] + 1
-        fresh = past.average(fresh, min(decay, 1 - 1 / count))  # type: ignore[union-attr, arg-type]
-    state.update(Q=fresh.Q, G=fresh.G, estimates=count)
+        fresh = past.average(fresh, min(decay, 1 - 1 / count))
+    for key in KEYS:
+        state.pop(key, None)
+    state.update(numbers(fresh), estimates=count)
+
+
+def _fit(one: Block, other: Block) -> bool:
+    shapes = [{key: part.shape for key, part in numbers(each).items()} for each in (one, other)]
+    return shapes[0] == shapes[1]
 
 
 def careful_inverse(

@@ -3,6 +3,7 @@
 from gaussnewton.blocks.base import Block, Inverse, Inversion
 from gaussnewton.blocks.curvature import Curvature
 from gaussnewton.blocks.dense import DenseBlock
+from gaussnewton.blocks.diagonal import DiagonalBlock
 from gaussnewton.blocks.grouped import GroupedBlock
 from gaussnewton.blocks.kronecker import KroneckerBlock
 
@@ -10,6 +11,7 @@ __all__ = [
     "Block",
     "Curvature",
     "DenseBlock",
+    "DiagonalBlock",
     "GroupedBlock",
     "Inverse",
     "Inversion",

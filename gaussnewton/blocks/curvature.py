@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gaussnewton.blocks.base import Block, Inversion
 from gaussnewton.blocks.dense import DenseBlock
+from gaussnewton.blocks.diagonal import DiagonalBlock
 from gaussnewton.blocks.grouped import GroupedBlock
 from gaussnewton.blocks.kronecker import KroneckerBlock
 from gaussnewton.parameters import Theta
@@ -184,5 +185,5 @@ def load_block(state: Mapping[str, Any]) -> Block:
     if state["type"] == "grouped":
         parts = [load_block(part) for part in state["parts"]]
         return GroupedBlock(tuple(part for part in parts if isinstance(part, KroneckerBlock)))
-    kinds = {"kronecker": KroneckerBlock, "dense": DenseBlock}
+    kinds = {"kronecker": KroneckerBlock, "dense": DenseBlock, "diagonal": DiagonalBlock}
     return kinds[state["type"]](**{key: value for key, value in state.items() if key != "type"})

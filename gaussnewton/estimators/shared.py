@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gaussnewton.blocks import Block, GroupedBlock, KroneckerBlock
+from gaussnewton.blocks import Block, DenseBlock, DiagonalBlock, GroupedBlock, KroneckerBlock
 from gaussnewton.gram import gram
+from gaussnewton.layers import MatrixRule, SmallRule
 from gaussnewton.network import Network
 from gaussnewton.parameters import Group
 from gaussnewton.tape import LayerCall
@@ -25,6 +26,10 @@ deep linear network that averages over positions before the loss, as an image cl
 """
 
 
+DENSE = 512
+"""Layers with few parameters have their block written out up to so many, else its diagonal."""
+
+
 def shared_blocks(
     network: Network, roots: Float[Tensor, "n k d"], sharing: Sharing, workspace: int
 ) -> dict[str, Block]:
@@ -37,19 +42,51 @@ def shared_blocks(
         workspace: about how many bytes the vectors on their way back may take.
     """
     sums: dict[str, Tensor] = {}
+    small = {name for name, calls in network.calls.items() if _is_small(calls)}
     entries = sum(call.shape.numel() for calls in network.calls.values() for call in calls)
     step = max(1, workspace // max(1, entries * roots.element_size()))
     for part in roots.transpose(0, 1).split(step):
         gathered: dict[str, list[Tensor]] = {}
         for call, rows in network.gradients(part):
-            gathered.setdefault(call.name, []).append(call.rule.gradients(call.module, rows))
+            gathered.setdefault(call.name, []).append(_sorted_rows(call, rows))
         for name, found in gathered.items():
-            total = _gradient_moment(found, sharing)
+            total = _small_moment(found) if name in small else _gradient_moment(found, sharing)
             sums[name] = sums[name] + total if name in sums else total
     return {
-        group.name: _block(group, network.calls[group.name], sums.get(group.name), sharing)
+        group.name: _small_block(group, sums[group.name])
+        if group.name in small and group.name in sums
+        else _block(group, network.calls[group.name], sums.get(group.name), sharing)
         for group in network.record.theta
     }
+
+
+def _is_small(calls: list[LayerCall]) -> bool:
+    return bool(calls) and isinstance(calls[0].rule, SmallRule)
+
+
+def _sorted_rows(call: LayerCall, rows: Float[Tensor, "k n *out"]) -> Tensor:
+    """By positions and groups, or, of a layer with few parameters, by parameters."""
+    if isinstance(call.rule, SmallRule):
+        return call.rule.parameter_rows(call.module, call.unspoiled_input(), rows)
+    return _matrix_rule(call).gradients(call.module, rows)
+
+
+def _matrix_rule(call: LayerCall) -> MatrixRule:
+    assert isinstance(call.rule, MatrixRule)
+    return call.rule
+
+
+def _small_moment(found: list[Float[Tensor, "k n size"]]) -> Tensor:
+    """Σ v vᵀ over vectors and data, v being summed over calls; only the diagonal of large ones."""
+    v = torch.stack(found).sum(0).flatten(0, 1)
+    return gram(v) if v.shape[1] <= DENSE else v.square().sum(0)
+
+
+def _small_block(group: Group, moment: Tensor) -> Block:
+    """Exact: of one datum and one vector nothing is taken for independent of anything."""
+    if moment.ndim == 1:
+        return DiagonalBlock(moment.reshape(group.rows, group.columns))
+    return DenseBlock(moment, group.rows, group.columns)
 
 
 def _gradient_moment(
@@ -66,7 +103,7 @@ def _input_moment(
     calls: list[LayerCall], sharing: Sharing
 ) -> Float[Tensor, "groups columns columns"]:
     """Q of each group: the mean of a aᵀ over data and positions, or of the mean a over data."""
-    found = [call.rule.positions(call.module, call.unspoiled_input()) for call in calls]
+    found = [_matrix_rule(call).positions(call.module, call.unspoiled_input()) for call in calls]
     if sharing == "reduce":
         count = sum(part.shape[1] for part in found)
         found = [torch.stack([part.sum(1, keepdim=True) for part in found]).sum(0) / count]

@@ -7,13 +7,24 @@ of a module.
 
 from gaussnewton.layers.convolution import ConvolutionRule
 from gaussnewton.layers.linear import LinearRule
-from gaussnewton.layers.rule import ChainRule, LayerRule, register_layer, rule_for
+from gaussnewton.layers.normalisation import NormalisationRule
+from gaussnewton.layers.rule import (
+    ChainRule,
+    LayerRule,
+    MatrixRule,
+    SmallRule,
+    register_layer,
+    rule_for,
+)
 
 __all__ = [
     "ChainRule",
     "ConvolutionRule",
     "LayerRule",
     "LinearRule",
+    "MatrixRule",
+    "NormalisationRule",
+    "SmallRule",
     "register_layer",
     "rule_for",
 ]

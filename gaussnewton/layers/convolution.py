@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gaussnewton.gram import widened
-from gaussnewton.layers.rule import LayerRule, register_layer
+from gaussnewton.layers.rule import MatrixRule, register_layer
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -18,7 +18,7 @@ Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 @register_layer(nn.Conv1d)
 @register_layer(nn.Conv2d)
 @register_layer(nn.Conv3d)
-class ConvolutionRule(LayerRule):
+class ConvolutionRule(MatrixRule):
     """A matrix ``[out, in · kernel]`` that multiplies the patch around each output pixel.
 
     With groups, one such matrix for each group of channels.

@@ -12,17 +12,34 @@ from torch import Tensor, nn
 from gaussnewton.perdatum import PerDatum
 
 
-class LayerRule(ABC):
-    """The meaning of one layer type: a matrix ``[W | b]`` that multiplies vectors a.
+class LayerRule(ABC):  # noqa: B024
+    """The meaning of one layer type: of one of the two kinds below."""
+
+    def fits(self, module: Any) -> bool:  # noqa: ARG002
+        """Whether the module is an ordinary one of its type, e.g. not reparametrised."""
+        return True
+
+
+class SmallRule(LayerRule):
+    """A layer with so few parameters that its block may be written out, or its diagonal."""
+
+    @abstractmethod
+    def parameter_rows(
+        self, module: Any, input: Tensor, rows: Float[Tensor, "k n *out"]
+    ) -> Float[Tensor, "k n size"]:
+        """What gradients at the outputs pull on the trained parameters, datum by datum.
+
+        In the order of ``module.parameters()``.
+        """
+
+
+class MatrixRule(LayerRule):
+    """A matrix ``[W | b]`` that multiplies vectors a: its block is a Kronecker product.
 
     A layer may use its matrix at several positions of one datum: a convolution at every pixel, a
     linear layer at every step of a sequence. It may be several matrices side by side, as a
     convolution with groups is; each then has rows of its own.
     """
-
-    def fits(self, module: Any) -> bool:  # noqa: ARG002
-        """Whether the module is an ordinary one of its type, e.g. not reparametrised."""
-        return True
 
     @abstractmethod
     def positions(self, module: Any, input: Tensor) -> Float[Tensor, "n r groups columns"]:
@@ -39,7 +56,7 @@ class LayerRule(ABC):
         """Gradients at the layer's outputs, sorted by the same positions and groups."""
 
 
-class ChainRule(LayerRule):
+class ChainRule(MatrixRule):
     """A layer that multiplies each datum by its matrix once, so that matrices go back through it.
 
     Such layers form the chains of eq. nn, on which the recursions of the paper run.
