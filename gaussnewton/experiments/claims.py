@@ -403,7 +403,7 @@ def _loss_at(run: Run, end: float, column: int) -> float:
     return value if math.isfinite(value) else math.inf
 
 
-def _interpolated(points: Sequence[Sequence[float]], end: float, column: int) -> float:
+def _interpolated(points: Sequence[Sequence[Any]], end: float, column: int) -> float:
     """The loss at a moment: its logarithm is linear between the two points around it."""
     i = next(i for i, point in enumerate(points) if point[column] >= end)
     after, loss = points[i][column], float(points[i][2])
