@@ -10,7 +10,11 @@ import torch
 
 from gaussnewton.errors import ExperimentError
 from gaussnewton.experiments.methods import Method, method
+from gaussnewton.experiments.parsing import MOST
 from gaussnewton.experiments.problems import Problem, problem
+
+MOST_THREADS = 4096
+"""More than that is a slip, which torch would try to obey."""
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 FORMAT = 1
@@ -80,6 +84,10 @@ class Config:
             ),
         )
 
+    def same_budget(self, other: Config) -> bool:
+        """Whether another ends where this one does."""
+        return all(getattr(self, key) == getattr(other, key) for key in BUDGET)
+
     def differences(self, other: Config) -> list[str]:
         """In what this run is another one than a saved one; the budget is not part of it."""
         mine, theirs = self.as_dict(), other.as_dict()
@@ -111,10 +119,10 @@ def configure(
     Args:
         problem_name: a name of :data:`~gaussnewton.experiments.problems.PROBLEMS`.
         method_text: as for :func:`~gaussnewton.experiments.methods.method`.
-        seed: zero or more.
+        seed: zero or more, below 2^63.
         batch: by default the problem's.
         dtype: "float32" or "float64".
-        threads: by default as many as torch uses now.
+        threads: by default as many as torch uses now; at most 4096.
         updates: by default, if ``seconds`` is not given either, as many as in the paper.
         seconds: no limit by default.
 
@@ -135,8 +143,12 @@ def configure(
     for name, value in numbers.items():
         if value is not None and not 0 < value < math.inf:
             raise ExperimentError(f"{name} must be above zero, not {value}.")
+    if threads is not None and threads > MOST_THREADS:
+        raise ExperimentError(f"threads must be at most {MOST_THREADS}, not {threads}.")
     if seed < 0:
         raise ExperimentError(f"the seed must be zero or more, not {seed}.")
+    if seed > MOST:
+        raise ExperimentError(f"the seed must be below 2^63, not {seed}.")
     if dtype not in DTYPES:
         raise ExperimentError(f"dtype must be {' or '.join(DTYPES)}, not {dtype!r}.")
     return Config(

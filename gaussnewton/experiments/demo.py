@@ -12,7 +12,7 @@ from gaussnewton.experiments.extra import require
 from gaussnewton.experiments.figures import FIGURES
 from gaussnewton.experiments.figures.progress import final_loss
 from gaussnewton.experiments.live import Bar, Lines, watcher
-from gaussnewton.experiments.problems import Data, problem
+from gaussnewton.experiments.problems import Data, Problem, problem
 from gaussnewton.experiments.record import Line, Result
 from gaussnewton.experiments.report import report
 from gaussnewton.experiments.stopping import Stopped, stopping
@@ -47,7 +47,8 @@ def demo(
         The figure's result.
 
     Raises:
-        Stopped: after Ctrl-C.
+        Stopped: after Ctrl-C. It says what is saved: the figure and the page of what was measured,
+            if both methods had begun.
 
     Example:
         >>> import contextlib, io, tempfile, gaussnewton.experiments.demo
@@ -67,25 +68,53 @@ def demo(
     )
     data = what.data(None)
     configs = {text: configure(name, text, seed=seed, seconds=seconds) for text in DRAWN}
-    lines = {text: _train(config, data, shown) for text, config in configs.items()}
-    runs = [_drawn(text, found) for text, found in lines.items()]
+    runs, stopped = _runs(configs, data, shown)
+    budget = f"at most {seconds:g} s of updates a method"
+    if stopped:
+        if len(runs) < len(DRAWN):
+            raise Stopped("Nothing is saved: gn.GaussNewton had not begun.")
+        _, page = _save(what, runs, f"{budget}, stopped before", out)
+        raise Stopped(f"The page of what was measured: {page}")
     print(f"\n{_comparison(*runs)}\n\nThe curvature of a small network, beside plain autograd:\n")
     _verify(seed)
-    kind = FIGURES["curves"]
-    result = kind.compute(
-        [{"title": what.title, "runs": runs}],
-        budget=f"at most {seconds:g} s of updates a method",
-        note=f"The loss is that of {EVALUATED:,} training images; for gn.GaussNewton with averaged "
-        "parameters.",
-    )
-    kind.save(result, out)
-    page = report(out, title="gaussnewton: a first look", claims=())
+    result, page = _save(what, runs, budget, out)
     print(f"\nThe page: {page}")
     return result
 
 
-def _train(config: Config, data: Data, shown: Bar | Lines) -> list[Line]:
-    """A run as the experiments have it, evaluated on fewer data and recorded nowhere."""
+def _runs(
+    configs: dict[str, Config], data: Data, shown: Bar | Lines
+) -> tuple[list[dict[str, Any]], bool]:
+    """One after the other, as a figure wants them, and whether somebody asked to stop."""
+    runs = []
+    for text, config in configs.items():
+        lines, stopped = _train(config, data, shown)
+        runs.append(_drawn(text, lines))
+        if stopped:
+            return runs, True
+    return runs, False
+
+
+def _save(
+    what: Problem, runs: list[dict[str, Any]], budget: str, out: str | Path
+) -> tuple[dict[str, Any], Path]:
+    """The figure and the page; returns the figure's result, and where the page is."""
+    kind = FIGURES["curves"]
+    result = kind.compute(
+        [{"title": what.title, "runs": runs}],
+        budget=budget,
+        note=f"The loss is that of {EVALUATED:,} training images; for gn.GaussNewton with averaged "
+        "parameters.",
+    )
+    kind.save(result, out)
+    return result, report(out, title="gaussnewton: a first look", claims=())
+
+
+def _train(config: Config, data: Data, shown: Bar | Lines) -> tuple[list[Line], bool]:
+    """A run as the experiments have it, evaluated on fewer data and recorded nowhere.
+
+    Also says whether somebody asked to stop it.
+    """
     training = Training(config, data)
     x, y = training.evaluated
     training.evaluated = x[:EVALUATED], y[:EVALUATED]
@@ -95,21 +124,20 @@ def _train(config: Config, data: Data, shown: Bar | Lines) -> list[Line]:
     latest = time.monotonic() + LONGEST * config.seconds
     with stopping() as stop:
         over = False
-        while not stop.asked and not over:
+        while not over:
             line = training.step()
-            over = config.spent(training.update, training.seconds) or time.monotonic() > latest
+            late = stop.asked or time.monotonic() > latest
+            over = late or config.spent(training.update, training.seconds)
             if due(training.update) or over:
                 line |= training.evaluate()
                 lines.append(line)
             shown.line(line)
-        status = "stopped" if stop.asked else "finished"
-    last = lines[-1]
+        stopped = stop.asked
+    last, status = lines[-1], "stopped" if stopped else "finished"
     shown.end(
         Result(status, training.update, training.seconds, last["loss"], last.get("averaged_loss"))
     )
-    if status == "stopped":
-        raise Stopped
-    return lines
+    return lines, stopped
 
 
 def _drawn(text: str, lines: list[Line]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from gaussnewton.experiments.budget import Budget
 from gaussnewton.experiments.config import Config
 from gaussnewton.experiments.record import Line, Result
 from gaussnewton.experiments.run import Watcher
@@ -56,7 +57,8 @@ class Teller(Watcher):
         self.stream, self.prefix, self.suffix, self.ran = stream, "", "", 0
 
     def known(self, config: Config, result: Result) -> None:
-        self._print(f"{summary(config, result)} (recorded before)")
+        further = f"; asked: {_budget(config)}" if _went_further(config, result) else ""
+        self._print(f"{summary(config, result)} (recorded before{further})")
 
     def begin(self, config: Config, update: int, seconds: float) -> None:
         self.meter = Meter(config, update, seconds)
@@ -190,3 +192,14 @@ def summary(config: Config, result: Result) -> str:
         text += f", loss {result.averaged_loss:.4g} with averaged parameters"
         return text if result.loss is None else f"{text}, {result.loss:.4g} without"
     return text if result.loss is None else f"{text}, loss {result.loss:.4g}"
+
+
+def _budget(config: Config) -> str:
+    return Budget(config.updates, config.seconds).own
+
+
+def _went_further(config: Config, result: Result) -> bool:
+    """Whether a run was recorded beyond a budget, by more than the update that ends it."""
+    before_last = max(result.update - 1, 0)
+    seconds = result.seconds * before_last / max(result.update, 1)
+    return config.spent(before_last, seconds)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 
+MOST = 2**63 - 1
+"""What torch can take for a seed, and more of anything than can be done."""
+
 
 def number(text: str) -> float:
     """A finite number; a power may be written with ``^``.
@@ -41,23 +44,23 @@ def not_negative(text: str) -> float:
 
 def whole(text: str) -> int:
     """A whole number, zero or more."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if value < 0:
-        raise ValueError(f"{text!r} is not a whole number, zero or more")
-    return value
+    return _whole(text, 0, ", zero or more")
 
 
 def count(text: str) -> int:
     """A whole number above zero."""
+    return _whole(text, 1, " above zero")
+
+
+def _whole(text: str, least: int, said: str) -> int:
     try:
         value = int(text)
     except ValueError:
-        value = 0
-    if value < 1:
-        raise ValueError(f"{text!r} is not a whole number above zero")
+        value = -1
+    if value < least:
+        raise ValueError(f"{text!r} is not a whole number{said}")
+    if value > MOST:
+        raise ValueError(f"{text!r} is not below 2^63")
     return value
 
 

@@ -22,8 +22,9 @@ import math
 import os
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,11 +32,20 @@ import torch
 
 import gaussnewton
 from gaussnewton.errors import BusyError, ExperimentError
-from gaussnewton.experiments.config import Config
+from gaussnewton.experiments.config import BUDGET, Config
 from gaussnewton.experiments.writing import clear_parts, write_whole
 
 CONFIG, METRICS, CHECKPOINT = "config.json", "metrics.jsonl", "checkpoint.pt"
 RESULT, VERSIONS, LOCK = "result.json", "versions.json", ".lock"
+
+REMEDIES = {
+    CONFIG: "Delete its folder to run it again.",
+    METRICS: "Delete that line to go without it, or the folder to run it again.",
+    CHECKPOINT: "Delete it to start that run again.",
+    RESULT: "Delete it to go on with that run from its checkpoint.",
+    VERSIONS: "Delete it: it is written anew.",
+}
+"""What to do where a file is damaged."""
 
 Line = dict[str, Any]
 """One line of ``metrics.jsonl``."""
@@ -128,7 +138,10 @@ class Folder:
     def result(self) -> Result | None:
         """How the run ended, if it has."""
         values = self._read_json(RESULT)
-        return None if values is None else Result(**values)
+        try:
+            return None if values is None else Result(**values)
+        except TypeError as error:
+            raise damaged(self.path / RESULT, "it is not how a run ended") from error
 
     def save_result(self, result: Result) -> None:
         """The run has ended."""
@@ -143,7 +156,12 @@ class Folder:
         path = self.path / CHECKPOINT
         if not path.exists():
             return None
-        return torch.load(path, weights_only=True)
+        try:
+            return torch.load(path, weights_only=True)
+        except OSError:
+            raise
+        except Exception as error:  # of any kind: it depends on where the file was cut
+            raise damaged(path, "torch cannot load it") from error
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         """Save what is needed to go on from here, after all lines up to here."""
@@ -158,10 +176,13 @@ class Folder:
         """The run cannot go on any more, and the space is free."""
         (self.path / CHECKPOINT).unlink(missing_ok=True)
 
-    def keep_lines(self, update: int) -> None:
-        """Drop the lines after an update, and what a process that died wrote of another."""
-        kept = [line for line in read_lines(self.path) if line["update"] <= update]
-        text = "".join(as_json(line) + "\n" for line in kept)
+    def lines(self, update: int) -> list[Line]:
+        """The lines up to an update."""
+        return [line for line in read_lines(self.path) if line["update"] <= update]
+
+    def keep_lines(self, lines: list[Line]) -> None:
+        """Drop all others, and what a process that died wrote of another."""
+        text = "".join(as_json(line) + "\n" for line in lines)
         self.close()
         write_whole(self.path / METRICS, text.encode())
 
@@ -181,11 +202,14 @@ class Folder:
     def _read_json(self, name: str) -> dict[str, Any] | None:
         path = self.path / name
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise ExperimentError(f"{path} cannot be read: {error}.") from error
+            raise damaged(path, str(error)) from error
+        if not isinstance(values, dict):
+            raise damaged(path, "it is not a JSON object")
+        return values
 
     def _write_json(self, name: str, values: dict[str, Any]) -> None:
         text = json.dumps(values, indent=2, allow_nan=False) + "\n"
@@ -194,12 +218,53 @@ class Folder:
 
 @dataclass(frozen=True)
 class Run:
-    """A run as it was recorded, to look at. See :func:`read_run`."""
+    """A run as it was recorded, to look at. See :func:`read_run`.
+
+    Attributes:
+        path: of its folder.
+        config: what was asked of it last.
+        recorded: its lines, if they are known; otherwise they are read when they are asked for,
+            because a search has many runs, each of tens of thousands.
+        result: how it ended; None if it has not.
+    """
 
     path: Path
     config: Config
-    lines: list[Line]
+    recorded: list[Line] | None
     result: Result | None
+
+    @cached_property
+    def lines(self) -> list[Line]:
+        """All of its lines."""
+        return list(read_lines(self.path)) if self.recorded is None else self.recorded
+
+    @property
+    def standing(self) -> Result:
+        """How it ended, or where it stands: "stopped" if there is more to do."""
+        return where(self.lines, "stopped") if self.result is None else self.result
+
+    def as_asked(self, asked: Config) -> Run:
+        """The same run as far as a budget goes, which may end before the recorded one does.
+
+        It has no result if it has not come so far.
+        """
+        config = replace(self.config, **{key: getattr(asked, key) for key in BUDGET})
+        if config == self.config:
+            return self
+        end = self.standing
+        if not config.spent(end.update, end.seconds):
+            return replace(self, config=config, result=end if end.status == "diverged" else None)
+        # As a run of that budget: with the update that ends it, which overshoots its seconds.
+        spent = (
+            place
+            for place, line in enumerate(self.lines, 1)
+            if config.spent(line["update"], line["seconds"])
+        )
+        cut = next(spent, len(self.lines))
+        lines = self.lines[:cut]
+        whole = self.result is not None and cut == len(self.lines)
+        result = self.result if whole else where(lines, "finished")
+        return replace(self, config=config, recorded=lines, result=result)
 
     def curve(self, value: str, against: str = "update") -> tuple[list[float], list[float]]:
         """What was recorded of a value: where, and how much, for the lines that have it.
@@ -224,7 +289,7 @@ def read_run(path: str | Path) -> Run:
     config = folder.saved_config()
     if config is None:
         raise ExperimentError(f"{path} is not the folder of a run: it has no {CONFIG}.")
-    return Run(folder.path, config, list(read_lines(folder.path)), folder.result())
+    return Run(folder.path, config, None, folder.result())
 
 
 def read_runs(path: str | Path) -> list[Run]:
@@ -233,15 +298,44 @@ def read_runs(path: str | Path) -> list[Run]:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of a run's metrics, up to the first that is not whole."""
+    """The lines of a run's metrics, up to the last if that is not whole.
+
+    Raises:
+        ExperimentError: if a whole line is not one of a run.
+    """
+    with suppress(FileNotFoundError), open(path / METRICS, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return  # a process died here, or is writing it now
+            yield _line(line, number, path)
+
+
+def _line(text: bytes, number: int, path: Path) -> Line:
     try:
-        text = (path / METRICS).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return
-    for line in text.splitlines(keepends=True):
-        if not line.endswith("\n"):
-            return  # a process died here, or is writing it now
-        yield json.loads(line)
+        line = json.loads(text)
+    except ValueError:
+        line = None
+    if not isinstance(line, dict) or not {"update", "seconds"} <= set(line):
+        raise damaged(path / METRICS, f"line {number} is not one of a run")
+    return line
+
+
+def where(lines: list[Line], status: str) -> Result:
+    """Where lines end, as a result."""
+    last: Line = lines[-1] if lines else {"update": 0, "seconds": 0.0}
+    evaluated = next((line for line in reversed(lines) if "loss" in line), {})
+    return Result(
+        status,
+        last["update"],
+        last["seconds"],
+        evaluated.get("loss"),
+        evaluated.get("averaged_loss"),
+    )
+
+
+def damaged(path: Path, what: str) -> ExperimentError:
+    """An error that names a file of a run, and says what can be done about it."""
+    return ExperimentError(f"{path} cannot be read: {what}. {REMEDIES[path.name]}")
 
 
 def versions() -> dict[str, str]:

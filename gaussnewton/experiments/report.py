@@ -11,12 +11,16 @@ from typing import Any
 from gaussnewton.errors import DataError
 from gaussnewton.experiments.claims import CLAIMS, Claim, Verdict
 from gaussnewton.experiments.extra import require
-from gaussnewton.experiments.figures import FIGURES, load
+from gaussnewton.experiments.figures import FIGURES
 from gaussnewton.experiments.figures.progress import final_loss
-from gaussnewton.experiments.figures.saving import as_svg
+from gaussnewton.experiments.figures.saving import as_svg, load_json
 from gaussnewton.experiments.figures.style import INK
+from gaussnewton.experiments.writing import write_whole
 
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
+_TABLE = ".table.json"
+
+Judged = tuple[Claim, Verdict]
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ def report(
     """Make a page of all results in a folder.
 
     Reads every ``*.json`` that a figure was saved as, and the SVG beside it; where that is
-    missing, the figure is drawn again. Other JSON files are left alone, except those named
+    missing or cut, the figure is drawn again. Other JSON files are left alone, except those named
     ``*.table.json``: ``{"title", "headers", "rows"}``, shown as tables.
 
     Args:
@@ -66,7 +70,7 @@ def report(
         The path of the page.
 
     Raises:
-        DataError: if the folder holds no result.
+        DataError: if the folder holds no result, or a JSON file that is damaged.
 
     Example:
         >>> import tempfile
@@ -78,38 +82,68 @@ def report(
         ...     "exceed their bound" in report(folder).read_text(encoding="utf-8")
         True
     """
+    return judged_report(folder, output, title=title, claims=claims)[0]
+
+
+def judged_report(
+    folder: str | Path,
+    output: str | Path | None = None,
+    *,
+    title: str = "",
+    claims: Sequence[Claim] = CLAIMS,
+) -> tuple[Path, list[Judged]]:
+    """As :func:`report`; returns the verdicts too, so that they need not be found again."""
     folder = Path(folder)
     results = read_results(folder)
     if not results:
         raise DataError(f"{folder} holds no saved result of a figure.")
+    verdicts = [(claim, claim.judge(results)) for claim in claims]
     page = render(
         figures=[_shown(name, result, folder) for name, result in results.items()],
-        verdicts=[(claim, claim.judge(results)) for claim in claims],
+        verdicts=verdicts,
         endings=endings(results),
-        tables=[load(path) for path in sorted(folder.glob("*.table.json"))],
+        tables=read_tables(folder),
         title=title or "Practical Gauss-Newton: the paper's experiments, measured again",
     )
     path = folder / "index.html" if output is None else Path(output)
-    path.write_text(page, encoding="utf-8")
-    return path
+    write_whole(path, page.encode())
+    return path, verdicts
 
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:
     """The results in a folder by name, in the order of the paper."""
     found = {}
     for path in sorted(folder.glob("*.json")):
-        if not path.name.endswith(".table.json"):
-            result = load(path)
-            if result.get("figure") in FIGURES:
+        if not path.name.endswith(_TABLE):
+            result = load_json(path)
+            if _of_a_figure(result):
                 found[path.stem] = result
     order = list(FIGURES)
     return dict(sorted(found.items(), key=lambda item: (order.index(item[1]["figure"]), item[0])))
 
 
+def read_tables(folder: Path) -> list[dict[str, Any]]:
+    """The tables in a folder, by name."""
+    found = [load_json(path) for path in sorted(folder.glob(f"*{_TABLE}"))]
+    return [table for table in found if _has(table, ("title", "headers", "rows"))]
+
+
+def _of_a_figure(result: Any) -> bool:
+    """Whether it is ours: others may keep files in the same folder."""
+    if not _has(result, ("figure",)) or not isinstance(result["figure"], str):
+        return False
+    kind = FIGURES.get(result["figure"])
+    return kind is not None and _has(result, kind.keys)
+
+
+def _has(found: Any, keys: Sequence[str]) -> bool:
+    return isinstance(found, dict) and set(keys) <= set(found)
+
+
 def render(
     *,
     figures: list[Shown],
-    verdicts: list[tuple[Claim, Verdict]],
+    verdicts: list[Judged],
     endings: list[Ending],
     tables: list[dict[str, Any]],
     title: str,
@@ -159,11 +193,18 @@ def endings(results: dict[str, dict[str, Any]]) -> list[Ending]:
 
 def _shown(name: str, result: dict[str, Any], folder: Path) -> Shown:
     kind = FIGURES[result["figure"]]
-    path = folder / f"{name}.svg"
-    svg = path.read_text(encoding="utf-8") if path.exists() else as_svg(kind.draw(result), name)
+    svg = _read_svg(folder / f"{name}.svg") or as_svg(kind.draw(result), name)
     named = result.get("title", "")
     title = f"{kind.title}: {named}" if named else kind.title
     return Shown(name, title, kind.where, kind.caption(result), inline(svg, name, title))
+
+
+def _read_svg(path: Path) -> str | None:
+    """A drawing that is there, and whole."""
+    if not path.exists():
+        return None
+    svg = path.read_text(encoding="utf-8", errors="replace")
+    return svg if "<svg" in svg and svg.rstrip().endswith("</svg>") else None
 
 
 def inline(svg: str, name: str, title: str) -> str:

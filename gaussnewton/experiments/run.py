@@ -14,7 +14,7 @@ import torch
 from gaussnewton.errors import ExperimentError, FactorisationError, NonFiniteError
 from gaussnewton.experiments.config import Config
 from gaussnewton.experiments.problems import Data
-from gaussnewton.experiments.record import Folder, Line, Result, read_run
+from gaussnewton.experiments.record import CHECKPOINT, Folder, Line, Result, damaged, read_run
 from gaussnewton.experiments.stopping import stopping
 from gaussnewton.experiments.training import Training, due
 
@@ -46,9 +46,11 @@ def train(
 ) -> Result:
     """Train, and record it in a folder, or go on with what is recorded there.
 
-    A run that was stopped or killed goes on from its last checkpoint, bit for bit. One that has
-    ended is not repeated. With a larger budget it goes on, with a smaller one it is refused.
-    Ctrl-C stops it after the present update, with everything saved.
+    A run that was stopped or killed goes on from its last checkpoint, bit for bit, and so does one
+    that has ended, if it has not come to the end that is asked for now. One that has come there, or
+    further, is left as it is, and its result is that of all that is recorded;
+    :meth:`Run.as_asked <gaussnewton.experiments.record.Run.as_asked>` cuts it. Ctrl-C stops a run
+    after the present update, with everything saved.
 
     Args:
         config: what to do; see :func:`~gaussnewton.experiments.config.configure`.
@@ -61,7 +63,7 @@ def train(
         watcher: is shown how it goes.
 
     Raises:
-        ExperimentError: if the folder belongs to another run.
+        ExperimentError: if the folder belongs to another run, or a file of it is damaged.
 
     Example:
         >>> import tempfile
@@ -84,16 +86,14 @@ def train(
         if done is not None:
             watcher.known(config, done)
             return done
-        files.save_config(config)
-        files.save_versions()
-        files.forget_result()
         with _torch_as_asked(config):
-            return _train(config, files, read, save_every, keep_checkpoint, watcher)
+            training = _begun(config, files, read)
+            return _train(training, config, files, save_every, keep_checkpoint, watcher)
 
 
 def _ended(config: Config, files: Folder) -> Result | None:
-    """The result of a run that has done what is asked; raises if the folder is another's."""
-    saved, result = files.saved_config(), files.result()
+    """The result of a run that has come as far as asked; raises if the folder is another's."""
+    saved = files.saved_config()
     if saved is None:
         return None
     other = config.differences(saved)
@@ -102,13 +102,15 @@ def _ended(config: Config, files: Folder) -> Result | None:
             f"{files.path} holds another run: {', '.join(other)}. "
             "Name another folder, or delete this one."
         )
-    if config.ends_before(saved):
-        raise ExperimentError(
-            f"{files.path} holds this run with a larger budget: {_budget(saved)}. "
-            "Name another folder, or ask for that much or more."
-        )
-    ended = result is not None and (result.status == "diverged" or _met(config, result))
-    return result if ended else None
+    run = read_run(files.path)
+    if run.result is None and config.same_budget(saved):
+        return None  # it was stopped before its end, or killed there before all was saved
+    found = run.standing
+    if found.status == "diverged":
+        return found
+    # Also one that was stopped, on its way to somewhere else, may have passed what is asked.
+    reached = config.spent(found.update, found.seconds)
+    return replace(found, status="finished") if reached else None
 
 
 def _read(config: Config, data: Callable[[], Data] | None) -> Data:
@@ -119,16 +121,6 @@ def _read(config: Config, data: Callable[[], Data] | None) -> Data:
             f"{config.problem}."
         )
     return read
-
-
-def _met(config: Config, result: Result) -> bool:
-    return config.spent(result.update, result.seconds)
-
-
-def _budget(config: Config) -> str:
-    parts = [f"{config.updates} updates" if config.updates else ""]
-    parts += [f"{config.seconds:g} seconds" if config.seconds else ""]
-    return " or ".join(part for part in parts if part)
 
 
 @contextmanager
@@ -145,14 +137,13 @@ def _torch_as_asked(config: Config) -> Iterator[None]:
 
 
 def _train(
+    training: Training,
     config: Config,
     files: Folder,
-    data: Data,
     save_every: float,
     keep_checkpoint: bool,
     watcher: Watcher,
 ) -> Result:
-    training = _at_its_place(config, files, data)
     watcher.begin(config, training.update, training.seconds)
     reason = None
     with stopping() as stop:
@@ -169,24 +160,38 @@ def _train(
             if time.monotonic() - saved >= save_every:
                 files.save_checkpoint(training.state_dict())
                 saved = time.monotonic()
-        if reason or not keep_checkpoint:
-            files.forget_checkpoint()
-        else:
+        kept = keep_checkpoint and not reason
+        if kept:
             files.save_checkpoint(training.state_dict())
-        return _end(files, "diverged" if reason else "finished", reason, watcher)
+        result = _end(files, "diverged" if reason else "finished", reason, watcher)
+        if not kept:  # only now: whoever dies in between must find one or the other
+            files.forget_checkpoint()
+        return result
 
 
-def _at_its_place(config: Config, files: Folder, data: Data) -> Training:
+def _begun(config: Config, files: Folder, data: Data) -> Training:
     """A new training, or the one that was saved; the lines end where it does."""
+    # Before anything is written: what is there may be damaged.
+    training, lines = _at_its_place(config, files, data)
+    files.save_config(config)
+    files.save_versions()
+    files.forget_result()
+    files.keep_lines(lines)
+    if not lines and training.update == 0:
+        files.append(training.start() | training.evaluate())
+    return training
+
+
+def _at_its_place(config: Config, files: Folder, data: Data) -> tuple[Training, list[Line]]:
     training = Training(config, data)
     state = files.checkpoint()
     if state is None:
-        files.keep_lines(-1)
-        files.append(training.start() | training.evaluate())
-    else:
+        return training, []
+    try:
         training.load_state_dict(state)
-        files.keep_lines(training.update)
-    return training
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise damaged(files.path / CHECKPOINT, "it does not fit the run") from error
+    return training, files.lines(training.update)
 
 
 def _next_line(training: Training, config: Config) -> tuple[Line, str | None]:
@@ -217,28 +222,8 @@ def _no_update(training: Training) -> Line:
 
 def _end(files: Folder, status: str, reason: str | None, watcher: Watcher) -> Result:
     files.close()
-    result = replace(standing(files.path), status=status, reason=reason)
+    result = replace(read_run(files.path).standing, status=status, reason=reason)
     if status != "stopped":
         files.save_result(result)
     watcher.end(result)
     return result
-
-
-def standing(path: str | Path) -> Result:
-    """How a recorded run ended, or where it stands: "stopped" if there is more to do.
-
-    Raises:
-        ExperimentError: if there is no run in that folder.
-    """
-    run = read_run(path)
-    if run.result is not None:
-        return run.result
-    last: Line = run.lines[-1] if run.lines else {"update": 0, "seconds": 0.0}
-    evaluated = next((line for line in reversed(run.lines) if "loss" in line), {})
-    return Result(
-        "stopped",
-        last["update"],
-        last["seconds"],
-        evaluated.get("loss"),
-        evaluated.get("averaged_loss"),
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -10,8 +9,8 @@ from gaussnewton.errors import BusyError, ExperimentError
 from gaussnewton.experiments.config import Config
 from gaussnewton.experiments.methods import Method, method
 from gaussnewton.experiments.problems import Data
-from gaussnewton.experiments.record import Result, Run, read_runs
-from gaussnewton.experiments.run import Watcher, standing, train
+from gaussnewton.experiments.record import CONFIG, Result, Run, read_run, read_runs
+from gaussnewton.experiments.run import Watcher, train
 
 SEARCHED = ("sgd", "momentum", "nesterov", "adam")
 RATES = tuple(2.0**-power for power in range(6, 14))
@@ -110,41 +109,23 @@ def search(
             return
 
 
-def ranked(folder: str | Path) -> list[Run]:
-    """The ended runs below a folder, the least final loss first, diverged ones last."""
-    runs = [run for run in read_runs(folder) if run.result is not None]
-    return sorted(runs, key=lambda run: standing(run.path).score)
-
-
-def top_mean(
-    runs: Sequence[Run], count: int, value: str = "loss", against: str = "update"
-) -> tuple[list[float], list[float]]:
-    """The mean curve of the best settings, which the paper shows for 10 and 20 of them.
+def ranked(folder: str | Path, asked: Sequence[Config] | None = None) -> list[Run]:
+    """The ended runs below a folder, the least final loss first, diverged ones last.
 
     Args:
-        runs: the best first, as :func:`ranked` has them.
-        count: how many of them; runs that diverged are left out.
-        value: what is averaged: "loss", "averaged_loss" or "batch_loss".
-        against: "update", or "seconds", where these are averaged too.
-
-    Returns:
-        Where, and how much, at the updates that all of these runs have.
-
-    Raises:
-        ExperimentError: if there are not so many.
+        folder: of a search.
+        asked: only these, each as far as it is asked for; one that was recorded with another
+            budget may have come further, or not so far. By default all there are, as they are.
     """
-    best = [run for run in runs[:count] if math.isfinite(standing(run.path).score)]
-    if len(best) < count:
-        raise ExperimentError(
-            f"the mean of the best {count} runs needs as many that did not diverge; there are "
-            f"{len(best)}."
-        )
-    tables = [
-        {line["update"]: line for line in run.lines if line.get(value) is not None} for run in best
+    runs = read_runs(folder) if asked is None else _found(Path(folder), asked)
+    ended = [(run.result.score, run) for run in runs if run.result is not None]
+    return [run for _, run in sorted(ended, key=lambda pair: pair[0])]
+
+
+def _found(folder: Path, asked: Sequence[Config]) -> list[Run]:
+    places = {folder / folder_name(config): config for config in asked}
+    return [
+        read_run(path).as_asked(config)
+        for path, config in places.items()
+        if (path / CONFIG).exists()
     ]
-    updates = sorted(set.intersection(*(set(table) for table in tables)))
-
-    def mean(key: str, update: int) -> float:
-        return sum(table[update][key] for table in tables) / len(tables)
-
-    return [mean(against, t) for t in updates], [mean(value, t) for t in updates]

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Stopped(Exception):  # noqa: N818
-    """Somebody asked to stop, and it has stopped, with everything saved."""
+    """Somebody asked to stop, and it has stopped, with what there is saved where it can be."""
 
 
 class Stop:

@@ -9,7 +9,6 @@ from tabulate import tabulate
 from gaussnewton.experiments.live import duration
 from gaussnewton.experiments.methods import written
 from gaussnewton.experiments.record import Run
-from gaussnewton.experiments.run import standing
 
 SHARES = (0.1, 0.25, 0.5, 1.0)
 
@@ -56,7 +55,7 @@ def ranking(runs: Sequence[Run], most: int = 10) -> str:
                 "–" if value is None else written(value)
                 for value in (run.config.the_method().values.get(key) for key in ("rate", "decay"))
             ),
-            _number(standing(run.path).score),
+            _number(run.standing.score),
             *_ending(run)[:2],
         ]
         for place, run in enumerate(runs[:most], 1)
@@ -81,7 +80,7 @@ def loss_at(run: Run, mark: float, against: str = "update") -> float | None:
 
 
 def _ending(run: Run) -> list[str]:
-    result = standing(run.path)
+    result = run.standing
     took = 1000 * result.seconds / max(result.update, 1)
     each = f"{took:.0f} ms" if took >= 100 else f"{took:.3g} ms"
     return [str(result.update), duration(result.seconds), each, result.status]

@@ -82,6 +82,60 @@ def test_search_ranks(out: Path, capsys: pytest.CaptureFixture) -> None:
     assert len(list((out / "tiny" / "search").iterdir())) == 4
 
 
+def test_what_was_recorded_is_said_where_it_is_more_than_asked(
+    out: Path, capsys: pytest.CaptureFixture
+) -> None:
+    train = ["train", "tiny", "sgd", "--threads", "1"]
+    assert main([*train, "--seconds", "0.005"]) == 0
+    capsys.readouterr()
+    assert main([*train, "--seconds", "0.005"]) == 0
+    assert "(recorded before)" in capsys.readouterr().out
+    update = json.loads((out / "tiny" / "sgd" / "result.json").read_text())["update"]
+    assert main([*train, "--updates", str(update + 20)]) == 0
+    said = capsys.readouterr().out
+    assert f"SGD: goes on from update {update}\nSGD: finished after {update + 20} updates" in said
+    assert main([*train, "--updates", "2"]) == 0
+    said = capsys.readouterr().out
+    assert f"SGD: finished after {update + 20} updates" in said
+    assert "(recorded before; asked: 2 updates)" in said
+
+
+@pytest.mark.usefixtures("out")
+def test_compare_ends_where_asked(capsys: pytest.CaptureFixture) -> None:
+    assert main(["train", "tiny", "sgd", "--updates", "8"]) == 0
+    assert main(["compare", "tiny", "sgd", "adam", "--updates", "4"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.endswith("finished")]
+    assert [row.split()[-6] for row in rows[-2:]] == ["4", "4"]
+    assert not any("–" in row for row in rows)
+
+
+def test_a_search_says_what_its_runs_end_by(out: Path, capsys: pytest.CaptureFixture) -> None:
+    grid = ["--methods", "sgd", "--rates", "2^-7", "--decays", "1"]
+    assert main(["search", "tiny", "--updates", "3", "--seconds", "50", *grid]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("1 runs of 3 updates or 50 s, whichever comes first, below ")
+    # The run went further than is asked now, and its place is that of where it was then.
+    (folder,) = (out / "tiny" / "search").iterdir()
+    first = json.loads((folder / "metrics.jsonl").read_text().splitlines()[1])
+    lines = (folder / "config.json").read_text()
+    assert '"updates": 3' in lines
+    assert main(["search", "tiny", "--updates", "3", "--seconds", "1e-9", *grid]) == 0
+    row = capsys.readouterr().out.splitlines()[-1].split()
+    assert row[4:6] == [f"{first['loss']:.4g}", "1"]
+
+
+def test_damaged_files_get_a_sentence(out: Path, capsys: pytest.CaptureFixture) -> None:
+    train = ["train", "tiny", "sgd", "--updates"]
+    assert main([*train, "2"]) == 0
+    capsys.readouterr()
+    path = out / "tiny" / "sgd" / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:1000])
+    assert main([*train, "3"]) == 2
+    said = capsys.readouterr().err
+    assert "runs/tiny/sgd/checkpoint.pt cannot be read" in said
+    assert said.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -92,6 +146,12 @@ def test_search_ranks(out: Path, capsys: pytest.CaptureFixture) -> None:
         (["train", "tiny", "adam", "--updates", "-4"], "'-4' is not a whole number above zero"),
         (["train", "tiny", "adam", "--seconds", "0"], "'0' is not above zero"),
         (["train", "tiny", "adam", "--seed", "-1"], "'-1' is not a whole number, zero or more"),
+        (["train", "tiny", "adam", "--seed", "9" * 23], "is not below 2^63"),
+        (["demo", "--seed", "9" * 23], "is not below 2^63"),
+        (["reproduce", "surface", "--seed", "9" * 23], "is not below 2^63"),
+        (["train", "tiny", "adam", "--threads", "9" * 11], "threads must be at most 4096"),
+        (["search", "tiny", "--threads", "9" * 11], "threads must be at most 4096"),
+        (["train", "tiny", "adam", "--updates", "9" * 400], "is not below 2^63"),
         (["train", "tiny", "adam", "--batch", "2000"], "batches of 2000 cannot be taken"),
         (["train", "mnist", "adam", "--data", "/nowhere"], "/nowhere is not a folder"),
         (["train", "faces", "adam", "--data", "."], "has no olivettifaces.mat"),
@@ -100,6 +160,7 @@ def test_search_ranks(out: Path, capsys: pytest.CaptureFixture) -> None:
         (["search", "tiny", "--methods", "kfra"], "kfra has no learning rate"),
         (["search", "tiny", "--rates", "2^-6,x"], "'x' is not a number"),
         (["search", "tiny", "--decays", "3"], "above 0 and up to 1"),
+        (["search", "tiny", "--seconds", "0.05"], "with --seconds say --updates too"),
         (["search", "tiny", "--out", "/dev/null"], "/dev/null"),
         (["paint"], "invalid choice: 'paint'"),
     ],

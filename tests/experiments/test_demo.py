@@ -50,5 +50,32 @@ def test_ctrl_c_ends_the_demo(
 
     monkeypatch.setattr(Training, "step", interrupted)
     assert main(["demo", "--out", str(tmp_path)]) == 130
-    assert "Adam: stopped after 1 updates" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Adam: stopped after 1 updates" in said
+    assert said.splitlines()[-1] == "Stopped. Nothing is saved: gn.GaussNewton had not begun."
     assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_saves_what_the_demo_has_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Training.step
+
+    def interrupted(training: Training) -> Line:
+        if not training.method.second_order:
+            training.seconds += 100.0  # Adam is done soon
+        elif training.update == 10:
+            signal.raise_signal(signal.SIGINT)
+        return step(training)
+
+    monkeypatch.setattr(Training, "step", interrupted)
+    assert main(["demo", "--out", str(tmp_path)]) == 130
+    said = capsys.readouterr().out
+    assert "stopped after 11 updates" in said
+    assert said.splitlines()[-1] == (
+        f"Stopped. The page of what was measured: {tmp_path / 'index.html'}"
+    )
+    result = load(tmp_path / "curves.json")
+    assert result["problems"][0]["runs"][1]["points"][-1][0] == 11  # though that is no mark
+    assert "stopped before" in result["budget"]
+    assert (tmp_path / "index.html").exists()

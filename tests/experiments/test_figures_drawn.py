@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gaussnewton.errors import DataError
 from gaussnewton.experiments.figures import FIGURES, alignment, load, progress, rank, save, surface
 from gaussnewton.experiments.figures.saving import as_svg
 from gaussnewton.experiments.figures.style import COLOURS, line
@@ -171,8 +172,31 @@ def test_saving_and_loading(tmp_path: Path) -> None:
     assert ET.fromstring(first).tag.endswith("svg")
     assert as_svg(alignment.draw(again), "alignment-curves") == first
     (tmp_path / "list.json").write_text(json.dumps([1]))
-    with pytest.raises(ValueError, match="holds no result"):
+    with pytest.raises(DataError, match="holds no result"):
         load(tmp_path / "list.json")
+    paths["json"].write_bytes(paths["json"].read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"alignment-curves\.json cannot be read: .* Delete it"):
+        load(paths["json"])
+
+
+def test_figures_are_written_whole_and_their_numbers_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FIGURES["curves"].save(progress_result(), tmp_path, "x")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    replaced: list[str] = []
+
+    def crash(_: Path, path: Path) -> None:
+        replaced.append(path.suffix)
+        if path.suffix == ".json":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", crash)
+    with pytest.raises(KeyboardInterrupt):
+        FIGURES["curves"].save(progress_result(), tmp_path, "x")
+    assert replaced == [".svg", ".png", ".json"]
+    after = {p.name: p.read_bytes() for p in tmp_path.iterdir() if not p.name.startswith(".")}
+    assert after == before
 
 
 def test_drawing_leaves_no_global_state(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from gaussnewton.cli import main
 from gaussnewton.errors import DataError
-from gaussnewton.experiments.claims import CLAIMS
+from gaussnewton.experiments.claims import CLAIMS, Claim
 from gaussnewton.experiments.figures import FIGURES
 from gaussnewton.experiments.report import inline, read_results, report
 
@@ -157,6 +158,77 @@ def test_a_claim_that_fails_is_said_to(tmp_path: Path) -> None:
 def test_an_empty_folder(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no saved result"):
         report(tmp_path)
+
+
+def rank_result(folder: Path) -> None:
+    kind = FIGURES["rank"]
+    kind.save(kind.compute(counts=(1,), samples=(1,)), folder)
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    ["[1, 2]", '"text"', "null", "{}", '{"figure": "mine"}', '{"figure": ["rank"]}',
+     '{"figure": "curves"}', '{"figure": "rank", "panels": []}'],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["foreign.json", "foreign.table.json"])
+def test_files_of_others_are_left_alone(name: str, foreign: str, tmp_path: Path) -> None:
+    rank_result(tmp_path)
+    page = report(tmp_path).read_bytes()
+    (tmp_path / name).write_text(foreign)
+    assert report(tmp_path).read_bytes() == page
+
+
+@pytest.mark.parametrize("name", ["rank.json", "speed.table.json"])
+def test_a_cut_result_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    rank_result(tmp_path)
+    (tmp_path / name).write_text('{"figure": "rank", "pan')
+    assert main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{name} cannot be read" in said
+    assert "Delete it" in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "index.html").exists()
+
+
+def test_a_cut_drawing_is_made_anew(tmp_path: Path) -> None:
+    rank_result(tmp_path)
+    page = report(tmp_path).read_bytes()
+    svg = tmp_path / "rank.svg"
+    for cut in (svg.read_bytes()[:-20], b"", b"\xff"):
+        svg.write_bytes(cut)
+        assert report(tmp_path).read_bytes() == page
+
+
+def test_the_page_is_the_old_one_until_it_is_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank_result(tmp_path)
+    page = report(tmp_path, title="old")
+    before = page.read_bytes()
+
+    def crash(_: Path, __: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", crash)
+    with pytest.raises(KeyboardInterrupt):
+        report(tmp_path, title="new")
+    assert page.read_bytes() == before
+
+
+def test_claims_are_judged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    rank_result(tmp_path)
+    judge, judged = Claim.judge, []
+
+    def counted(claim: Claim, results: Any) -> Any:
+        judged.append(claim.statement)
+        return judge(claim, results)
+
+    monkeypatch.setattr(Claim, "judge", counted)
+    assert main(["report", str(tmp_path)]) == 0
+    assert judged == [claim.statement for claim in CLAIMS]
+    assert "1 held, 0 not held" in capsys.readouterr().out
 
 
 def test_inlined_figures_do_not_share_ids_and_take_the_pages_ink() -> None:

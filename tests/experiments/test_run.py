@@ -238,8 +238,74 @@ def test_a_larger_budget_goes_on(tmp_path: Path) -> None:
     train(asked("adam", updates=25), tmp_path / "whole")
     # 20 and 25 are evaluated in both: one as a mark, one as the end.
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
-    with pytest.raises(ExperimentError, match="larger budget: 25 updates"):
-        train(asked("adam", updates=24), tmp_path / "parts", data=never)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_run_that_went_further_than_asked_is_left_as_it_is(tmp_path: Path) -> None:
+    result = train(asked("adam", updates=25), tmp_path)
+    before = contents(tmp_path)
+    for budget in ({"updates": 24}, {"updates": None, "seconds": result.seconds / 2}):
+        assert train(asked("adam", **budget), tmp_path, data=never) == result
+    assert contents(tmp_path) == before
+
+
+def test_a_budget_of_the_other_kind_is_compared_with_what_was_done(tmp_path: Path) -> None:
+    parts, whole = tmp_path / "parts", tmp_path / "whole"
+    clock = asked("adam", updates=None, seconds=0.01)
+    first = train(clock, parts)
+    more = asked("adam", updates=first.update + 3)
+    assert train(more, parts).update == first.update + 3
+    train(more, whole)
+    # Where the first budget ended it was evaluated, though that is not a mark.
+    ours, theirs = untimed(parts), untimed(whole)
+    assert [line["batch_loss"] for line in ours[1:]] == [line["batch_loss"] for line in theirs[1:]]
+    assert all(torch.equal(v, parameters(whole)[k]) for k, v in parameters(parts).items())
+    assert train(clock, parts, data=never).update == first.update + 3
+    longer = asked("adam", updates=None, seconds=2 * lines(parts)[-1]["seconds"])
+    assert train(longer, parts).update > first.update + 3
+
+
+def test_a_stopped_run_may_have_passed_what_is_asked(tmp_path: Path) -> None:
+    train(asked(updates=8), tmp_path / "parts", watcher=StopAfter(5))
+    before = contents(tmp_path / "parts")
+    result = train(asked(updates=4), tmp_path / "parts", data=never)
+    assert (result.status, result.update) == ("finished", 5)
+    assert contents(tmp_path / "parts") == before
+    for updates in (6, 8):  # it goes on to less than was asked first, and then to that
+        result = train(asked(updates=updates), tmp_path / "parts")
+        assert (result.status, result.update) == ("finished", updates)
+    train(asked(updates=8), tmp_path / "whole")
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_a_run_is_cut_to_what_is_asked(tmp_path: Path) -> None:
+    train(asked("adam", updates=12), tmp_path)
+    run = read_run(tmp_path)
+    assert run.as_asked(asked("adam", updates=12)) is run
+    cut = run.as_asked(asked("adam", updates=11))
+    assert cut.lines == run.lines[:12]
+    assert cut.config.updates == 11
+    assert cut.result is not None
+    assert (cut.result.status, cut.result.update) == ("finished", 11)
+    assert cut.result.loss == run.lines[10]["loss"]  # 11 is no mark
+    by_clock = asked("adam", updates=None, seconds=run.lines[3]["seconds"])
+    assert run.as_asked(by_clock).lines == run.lines[:4]
+    assert run.as_asked(asked("adam", updates=13)).result is None
+
+
+def test_the_checkpoint_is_forgotten_when_the_result_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    monkeypatch.setattr(
+        Folder, "forget_checkpoint", lambda self: found.append((self.path / "result.json").exists())
+    )
+    train(asked("adam"), tmp_path / "ended", keep_checkpoint=False)
+    train(asked("sgd:rate=1e38"), tmp_path / "diverged")
+    assert found == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -274,6 +340,57 @@ def test_a_damaged_or_foreign_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ExperimentError, match="not the folder of a run"):
         train(asked(), tmp_path)
     assert (tmp_path / "metrics.jsonl").read_text() == "mine\n"
+
+
+@pytest.mark.parametrize("cut", [0, 1, 0.5, -1])
+def test_a_cut_checkpoint_is_refused(cut: float, tmp_path: Path) -> None:
+    train(asked("adam"), tmp_path)
+    path = tmp_path / "checkpoint.pt"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(cut * len(whole)) if cut == 0.5 else int(cut)])
+    before = contents(tmp_path)
+    with pytest.raises(
+        ExperimentError, match=r"checkpoint\.pt cannot be read.* Delete it to start"
+    ):
+        train(asked("adam", updates=9), tmp_path)
+    assert contents(tmp_path) == before
+    path.unlink()
+    assert train(asked("adam", updates=9), tmp_path).update == 9
+
+
+def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
+    train(asked("adam"), tmp_path)
+    for state in ({}, [1], {"update": 1, "seconds": 0.1, "model": {}}):
+        torch.save(state, tmp_path / "checkpoint.pt")
+        with pytest.raises(ExperimentError, match=r"checkpoint\.pt .* does not fit the run"):
+            train(asked("adam", updates=9), tmp_path)
+
+
+@pytest.mark.parametrize("line", ['{"update": 2, "sec', "\0\0", "[1]", "{}", "\udcff"])
+def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
+    train(asked("adam"), tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    recorded = path.read_text().splitlines()
+    recorded[2] = line
+    path.write_text("\n".join(recorded) + "\n", errors="surrogateescape")
+    before = contents(tmp_path)
+    sentence = r"metrics\.jsonl cannot be read: line 3 is not one of a run\. Delete that line"
+    with pytest.raises(ExperimentError, match=sentence):
+        train(asked("adam", updates=9), tmp_path)
+    with pytest.raises(ExperimentError, match=sentence):
+        read_run(tmp_path).curve("loss")
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "result.json", "versions.json"])
+@pytest.mark.parametrize("text", ["", '{"a"', "[1]", '{"a": 1}', "\udcff"])
+def test_damaged_files_are_named(name: str, text: str, tmp_path: Path) -> None:
+    if (name, text) == ("versions.json", '{"a": 1}'):
+        return  # whatever is noted there
+    train(asked("adam"), tmp_path)
+    (tmp_path / name).write_text(text, errors="surrogateescape")
+    with pytest.raises(ExperimentError, match=name.replace(".", r"\.")):
+        train(asked("adam", updates=9), tmp_path)
 
 
 def test_a_folder_in_work_is_refused(tmp_path: Path) -> None:
@@ -372,11 +489,19 @@ def test_impossible_batches_write_nothing(tmp_path: Path) -> None:
         ({"seed": -1}, "seed must be zero or more"),
         ({"dtype": "half"}, "dtype must be float32 or float64"),
         ({"threads": 0}, "threads must be above zero"),
+        ({"threads": 99_999_999_999}, "threads must be at most 4096"),
+        ({"seed": 2**63}, r"seed must be below 2\^63"),
     ],
 )
 def test_impossible_configurations(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ExperimentError, match=sentence):
         asked(**changes)
+
+
+def test_the_largest_seed(tmp_path: Path) -> None:
+    for method in ("kfac", "adam"):
+        config = asked(method, seed=2**63 - 1, updates=1)
+        assert train(config, tmp_path / method).status == "finished"
 
 
 def test_a_run_in_a_thread_leaves_signals_alone(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from gaussnewton.errors import ExperimentError
+from gaussnewton.experiments import record
 from gaussnewton.experiments.config import Config, configure
 from gaussnewton.experiments.record import Folder, Line, Run, read_runs
 from gaussnewton.experiments.run import Watcher
-from gaussnewton.experiments.search import folder_name, grid, ranked, search, top_mean
+from gaussnewton.experiments.search import folder_name, grid, ranked, search
 from gaussnewton.experiments.tables import comparison, loss_at, ranking
 
 
@@ -38,7 +39,7 @@ def configs(*methods: str, updates: int = 4) -> list[Config]:
 def recorded(path: Path, method: str, losses: list[float], status: str = "finished") -> None:
     """A run as it would be recorded, with these losses at updates 0, 1, …"""
     path.mkdir(parents=True)
-    config = configure("tiny", method, updates=len(losses), threads=1)
+    config = configure("tiny", method, updates=len(losses) - 1, threads=1)
     (path / "config.json").write_text(json.dumps(config.as_dict()))
     lines = [
         {"update": t, "seconds": 0.5 * t * (1 + losses[0]), "loss": loss}
@@ -115,18 +116,30 @@ def three(folder: Path) -> list[Run]:
     return ranked(folder)
 
 
-def test_ranking_and_the_mean_of_the_best(tmp_path: Path) -> None:
+def test_ranking_reads_no_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(_: Path) -> None:
+        raise AssertionError("a search has many lines, and all that is needed is in the results")
+
+    monkeypatch.setattr(record, "read_lines", never)
     runs = three(tmp_path)
     assert [run.path.name for run in runs] == ["b", "a", "c"]
-    assert top_mean(runs, 1) == ([0, 1, 2], [7, 2, 1])
-    assert top_mean(runs, 2) == ([0, 1, 2], [8, 3.5, 2.5])
-    assert top_mean(runs, 2, against="seconds")[0] == [0, 4.5, 9]
-    with pytest.raises(ExperimentError, match=r"best 3 runs .* there are 2"):
-        top_mean(runs, 3)
     rows = ranking(runs, most=2).splitlines()[2:]
     assert [row.split()[:5] for row in rows] == [
         ["1", "Adam", "0.2", "–", "1"],
         ["2", "Adam", "0.1", "–", "4"],
+    ]
+
+
+def test_runs_are_ranked_as_far_as_asked(tmp_path: Path) -> None:
+    """One was recorded with more updates, one with fewer, and one is not asked for."""
+    for rate, losses in (("0.1", [9.0, 8.0, 5.0, 0.1]), ("0.2", [9.0, 8.0, 4.0]),
+                         ("0.3", [9.0, 1.0]), ("0.4", [9.0, 8.0, 1.0])):  # fmt: skip
+        recorded(tmp_path / f"adam,rate={rate}", f"adam:rate={rate}", losses)
+    asked = configs("adam:rate=0.1", "adam:rate=0.2", "adam:rate=0.3", "adam:rate=0.5", updates=2)
+    runs = ranked(tmp_path, asked)
+    assert [(run.config.method, run.standing.score) for run in runs] == [
+        ("adam:rate=0.2", 4.0),
+        ("adam:rate=0.1", 5.0),
     ]
 
 

@@ -23,8 +23,8 @@ SUMMARY = "train a network by several methods, and show them side by side"
 DESCRIPTION = """\
 Train a network of the paper by several methods, one after the other, each recorded in a folder
 of its own as by the command train, and print a table of their losses. All start from the same
-network and see the same batches. Runs that have ended are not repeated, so a method can be added
-later.
+network and see the same batches. Runs that have come as far as asked are not repeated, so a method
+can be added later.
 """
 EXAMPLES = """\
 examples:
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     for config in configs:
         folder = parent / folder_name(config)
         result = train(config, folder, data=data, save_every=options.save_every, watcher=shown)
-        runs.append(read_run(folder))
+        runs.append(read_run(folder).as_asked(config))
         stopped = result.status == "stopped"
         if stopped:
             break

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     """Show it."""
     try:
         demo(options.seconds, options.seed, options.out)
-    except Stopped:
-        print("Stopped.")
+    except Stopped as stopped:
+        print(f"Stopped. {stopped}")
         return STOPPED
     return 0

@@ -8,8 +8,7 @@ from textwrap import fill
 
 from tabulate import tabulate
 
-from gaussnewton.experiments.claims import CLAIMS
-from gaussnewton.experiments.report import read_results, report
+from gaussnewton.experiments.report import Judged, judged_report
 
 SUMMARY = "put all results on one page, with the paper's claims and whether they held"
 DESCRIPTION = """\
@@ -43,14 +42,12 @@ def run(options: argparse.Namespace) -> int:
 
 def show(folder: Path) -> None:
     """Write the page, and print the verdicts and where the page is."""
-    page = report(folder)
-    print(f"{verdicts(folder)}\n\n{page}")
+    page, judged = judged_report(folder)
+    print(f"{verdicts(judged)}\n\n{page}")
 
 
-def verdicts(folder: Path) -> str:
+def verdicts(judged: list[Judged]) -> str:
     """Each claim, what was found of it, and the numbers, as a table."""
-    results = read_results(folder)
-    judged = [(claim, claim.judge(results)) for claim in CLAIMS]
     rows = [
         [fill(claim.statement, 32), verdict.outcome, fill(verdict.sentence, 50)]
         for claim, verdict in judged

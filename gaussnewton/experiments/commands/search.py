@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from gaussnewton.errors import ExperimentError
+from gaussnewton.experiments.budget import Budget
 from gaussnewton.experiments.commands.options import (
     STOPPED,
     add_problem,
@@ -74,17 +76,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--top", type=typed(count), default=10, metavar="N", help="so many are shown (default: 10)"
     )
-    add_run_options(parser, "of each run; without --updates: as many as in the paper")
+    add_run_options(
+        parser,
+        "of each run; without either: as many updates as in the paper; --seconds only with "
+        "--updates",
+    )
     parser.epilog = f"{problems_text()}\n\n{EXAMPLES}"
 
 
 def run(options: argparse.Namespace) -> int:
     """Search, and show the best."""
+    if options.seconds and not options.updates:
+        raise ExperimentError(
+            "the periods after which rates are halved are shares of the updates of a run: "
+            "with --seconds say --updates too."
+        )
     options.updates = options.updates or problem(options.problem).first_order_updates
     parent = options.out / options.problem / "search"
     settings = grid(options.updates, options.methods, options.rates, options.decays)
     configs = [config_of(options, setting.text, parent) for setting in settings]
-    print(f"{len(configs)} runs of {options.updates} updates, below {parent}", flush=True)
+    first = ", whichever comes first" if options.seconds else ""
+    budget = f"{Budget(options.updates, options.seconds).own}{first}"
+    print(f"{len(configs)} runs of {budget}, below {parent}", flush=True)
     shown = watcher()
     results = list(
         search(
@@ -95,8 +108,7 @@ def run(options: argparse.Namespace) -> int:
             watcher=shown,
         )
     )
-    runs = [each for each in ranked(parent) if same_search(each.config, configs)]
-    print(f"\n{report(runs, len(configs), options.top)}")
+    print(f"\n{report(ranked(parent, configs), len(configs), options.top)}")
     if any(result.status == "stopped" for result in results):
         print("Stopped. The same command goes on from there.")
         return STOPPED
@@ -112,11 +124,6 @@ def numbered(configs: list[Config], shown: Bar | Lines) -> Iterator[Config]:
             left = (time.monotonic() - began) / shown.ran * (len(configs) - place)
             shown.suffix = f"  (all: {duration(left)} left)"
         yield config
-
-
-def same_search(config: Config, configs: list[Config]) -> bool:
-    """Whether a run is one of those asked for; others may be in the folder from before."""
-    return any(config.method == each.method and config.seed == each.seed for each in configs)
 
 
 def report(runs: list[Run], asked: int, top: int) -> str:

@@ -22,7 +22,7 @@ DESCRIPTION = """\
 Train a network of the paper by one method, and record the run in a folder of its own,
 OUT/PROBLEM/METHOD: its configuration, a line of numbers for each update, and checkpoints. Ctrl-C
 stops it after the present update; the same command goes on from there, and also after a crash,
-bit for bit. A run that has ended is not repeated; with a larger budget it goes on.
+bit for bit. A run that has come as far as asked is not repeated; otherwise it goes on.
 """
 EXAMPLES = """\
 examples:

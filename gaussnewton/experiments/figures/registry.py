@@ -30,6 +30,7 @@ class FigureKind:
         compute: returns the result, plain data that JSON can hold.
         draw: from the result to a matplotlib figure.
         caption: from the result to a sentence or two.
+        keys: of the result, by which it is known.
     """
 
     name: str
@@ -39,6 +40,7 @@ class FigureKind:
     compute: Callable[..., dict[str, Any]]
     draw: Callable[[dict[str, Any]], matplotlib.figure.Figure]
     caption: Callable[[dict[str, Any]], str]
+    keys: tuple[str, ...] = ()
 
     def save(
         self, result: dict[str, Any], folder: str | Path, name: str | None = None
@@ -50,14 +52,14 @@ class FigureKind:
 def _progress(name: str, title: str, where: str, **settings: Any) -> FigureKind:
     return FigureKind(
         name, title, where, "runs", partial(progress.compute, name, **settings), progress.draw,
-        progress.caption,
+        progress.caption, ("problems", "by", "budget"),
     )  # fmt: skip
 
 
 _ALL = (
     FigureKind(
         "surface", "The error surface of a ReLU network", "figure 1, section 2.2.3", "nothing",
-        surface.compute, surface.draw, surface.caption,
+        surface.compute, surface.draw, surface.caption, ("panels", "total", "directions"),
     ),
     _progress("curves", "CURVES", "figure 2 (a), section 5.1"),
     _progress("faces", "FACES", "figure 2 (b), section 5.1"),
@@ -65,12 +67,12 @@ _ALL = (
     _progress("mixture", "A mixture of two binary classifiers", "figure 3, section 5.2"),
     FigureKind(
         "rank", "The rank of the curvature", "section 6, appendix D", "nothing",
-        rank.compute, rank.draw, rank.caption,
+        rank.compute, rank.draw, rank.caption, ("panels", "checked", "violations"),
     ),
     _progress("cpu", "Wall-clock on the CPU", "appendix F.1", by=("seconds",)),
     FigureKind(
         "alignment", "Alignment with the exact Gauss-Newton step", "appendix F.2", "training",
-        alignment.compute, alignment.draw, alignment.caption,
+        alignment.compute, alignment.draw, alignment.caption, ("updates", "layers", "whole"),
     ),
 )  # fmt: skip
 

@@ -8,7 +8,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gaussnewton.errors import DataError
 from gaussnewton.experiments.extra import require
+from gaussnewton.experiments.writing import write_whole
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -21,7 +23,8 @@ def save(
 ) -> dict[str, Path]:
     """Write ``name.json``, ``name.svg`` and ``name.png``; returns their paths by suffix.
 
-    The same result gives the same SVG, byte by byte: no dates and no random names.
+    The same result gives the same SVG, byte by byte: no dates and no random names. Each file is
+    there as a whole or not at all, and the JSON, which others go by, comes last.
 
     Example:
         >>> import tempfile
@@ -31,13 +34,21 @@ def save(
         ...     sorted(p.name for p in save(result, rank.draw(result), folder, "rank").values())
         ['rank.json', 'rank.png', 'rank.svg']
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = {suffix: folder / f"{name}.{suffix}" for suffix in ("json", "svg", "png")}
-    paths["json"].write_text(json.dumps(_finite(result), allow_nan=False), encoding="utf-8")
-    paths["svg"].write_text(as_svg(figure, name), encoding="utf-8")
-    figure.savefig(paths["png"], dpi=_DOTS_PER_INCH, facecolor="white", format="png")
+    contents = {
+        "svg": as_svg(figure, name).encode(),  # first: drawing once may shift what is drawn next
+        "png": _as_png(figure),
+        "json": json.dumps(_finite(result), allow_nan=False).encode(),
+    }
+    paths = {suffix: Path(folder) / f"{name}.{suffix}" for suffix in contents}
+    for suffix, content in contents.items():
+        write_whole(paths[suffix], content)
     return paths
+
+
+def _as_png(figure: matplotlib.figure.Figure) -> bytes:
+    written = io.BytesIO()
+    figure.savefig(written, dpi=_DOTS_PER_INCH, facecolor="white", format="png")
+    return written.getvalue()
 
 
 def as_svg(figure: matplotlib.figure.Figure, name: str) -> str:
@@ -55,11 +66,28 @@ def load(path: str | Path) -> dict[str, Any]:
     """A saved result.
 
     Numbers that JSON does not have (NaN, infinity) come back as None.
+
+    Raises:
+        DataError: if the file is damaged, or holds something else.
     """
-    found = json.loads(Path(path).read_text(encoding="utf-8"))
+    found = load_json(path)
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no result of a figure")
+        raise DataError(f"{path} holds no result of a figure. Delete it, or move it elsewhere.")
     return found
+
+
+def load_json(path: str | Path) -> Any:
+    """What a JSON file holds, whoever wrote it.
+
+    Raises:
+        DataError: if it is damaged.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(
+            f"{path} cannot be read: {error}. Delete it, and make it again if it was a figure."
+        ) from error
 
 
 def _finite(value: Any) -> Any:
