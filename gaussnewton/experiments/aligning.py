@@ -112,7 +112,7 @@ class Aligning:
         )
         if state is not None:
             trajectory.load_state_dict(state)
-        files.keep_lines(trajectory.update)
+        files.keep_lines(files.lines(trajectory.update))
         return trajectory
 
     def _follow(self, trajectory: Trajectory, files: Folder, watcher: Watcher) -> bool:
@@ -125,7 +125,8 @@ class Aligning:
                 watcher.line(line | {"batch_loss": scale * line["batch_loss"]})
                 marked = trajectory.update in self.marks
                 if marked:
-                    files.append(trajectory.look() | {"began": began})
+                    point = trajectory.look()
+                    files.append(point | {"began": began, "seconds": trajectory.seconds})
                 if marked or time.monotonic() - saved >= SAVE_EVERY:
                     self._save(trajectory, files)
                     saved = time.monotonic()

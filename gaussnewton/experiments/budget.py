@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from gaussnewton.experiments.config import BUDGET, Config
 from gaussnewton.experiments.problems import Problem
 
 
@@ -56,16 +55,3 @@ class Budget:
             if (self.updates is None or point[0] <= self.updates)
             and (self.seconds is None or point[1] <= self.seconds)
         ]
-
-
-def at_least(config: Config, saved: Config) -> Config:
-    """The same run with a saved one's budget where that is larger, so that it can be used.
-
-    Only where both are counted in the same way, updates or seconds; else as it is.
-    """
-    mine, theirs = config.as_dict(), saved.as_dict()
-    alike = all((mine[key] is None) == (theirs[key] is None) for key in BUDGET)
-    if not alike:
-        return config
-    most = {key: max(mine[key], theirs[key]) for key in BUDGET if mine[key] is not None}
-    return replace(config, **most)

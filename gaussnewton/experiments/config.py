@@ -97,11 +97,6 @@ class Config:
             if key not in BUDGET and mine[key] != theirs[key]
         ]
 
-    def ends_before(self, other: Config) -> bool:
-        """Whether this budget is smaller than another."""
-        mine, theirs = self.as_dict(), other.as_dict()
-        return any((mine[key] or math.inf) < (theirs[key] or math.inf) for key in BUDGET)
-
 
 def configure(
     problem_name: str,

@@ -157,11 +157,14 @@ class Folder:
         if not path.exists():
             return None
         try:
-            return torch.load(path, weights_only=True)
+            state = torch.load(path, weights_only=True)
         except OSError:
             raise
         except Exception as error:  # of any kind: it depends on where the file was cut
             raise damaged(path, "torch cannot load it") from error
+        if not isinstance(state, dict):
+            raise damaged(path, "it does not fit the run")
+        return state
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         """Save what is needed to go on from here, after all lines up to here."""

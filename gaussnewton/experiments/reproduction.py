@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gaussnewton.experiments.aligning import aligning
-from gaussnewton.experiments.budget import Budget, at_least
+from gaussnewton.experiments.budget import Budget
 from gaussnewton.experiments.claims import DATA_SETS
 from gaussnewton.experiments.config import Config, configure, with_threads_of
 from gaussnewton.experiments.figures import FIGURES, alignment, load
@@ -141,9 +141,8 @@ class Reproduction:
         config = self._config(name, text)
         folder = self.out / "runs" / name / where / folder_name(config)
         saved = Folder(folder).saved_config()
-        if saved is not None:
-            config = at_least(config, saved)
-            config = with_threads_of(config, saved) if self.threads is None else config
+        if saved is not None and self.threads is None:
+            config = with_threads_of(config, saved)
         self._say(f"{name}  ")
         result = train(
             config,
@@ -182,7 +181,10 @@ class Reproduction:
             and run.config.seed == self.seed
             and (run.config.batch, run.config.dtype) == (asked.batch, asked.dtype)
             and not run.config.the_method().values["weight_decay"]
-            and (run.result.status == "diverged" or not run.config.ends_before(asked))
+            and (
+                run.result.status == "diverged"
+                or asked.spent(run.result.update, run.result.seconds)
+            )
         ]
 
     # Alignment
