@@ -14,6 +14,7 @@ from gaussnewton.blocks import (
     DiagonalBlock,
     GroupedBlock,
     KroneckerBlock,
+    ScaledBlock,
 )
 from gaussnewton.diagnostics import alignment, verify
 from gaussnewton.estimate import curvature
@@ -47,6 +48,7 @@ __all__ = [
     "KroneckerBlock",
     "Loss",
     "Refresh",
+    "ScaledBlock",
     "StepSize",
     "Tape",
     "Theta",

@@ -16,16 +16,17 @@ from gaussnewton.blocks import (
     Inverse,
     Inversion,
     KroneckerBlock,
+    ScaledBlock,
 )
 from gaussnewton.errors import FactorisationError
 from gaussnewton.estimators import Estimator
 from gaussnewton.estimators.shared import DENSE
-from gaussnewton.layers import SmallRule, rule_for
+from gaussnewton.layers import SmallRule, TableRule, rule_for
 from gaussnewton.observer import Observation
 from gaussnewton.parameters import Group
 from gaussnewton.progress import Progress
 
-KEYS = ("Q", "G", "matrix", "D")
+KEYS = ("Q", "G", "matrix", "D", "f", "M")
 """Under which a block's numbers are kept in a layer's state."""
 
 
@@ -49,6 +50,8 @@ def kind_of(module: nn.Module, group: Group) -> str:
     """The kind of block that a layer gets, in words."""
     if isinstance(rule_for(module), SmallRule):
         return "dense" if group.size <= DENSE else "diagonal"
+    if isinstance(rule_for(module), TableRule):
+        return "Kronecker, one factor diagonal"
     groups = getattr(module, "groups", 1)
     return "Kronecker" if groups == 1 else f"Kronecker, {groups} groups"
 
@@ -60,6 +63,7 @@ def empty_numbers(module: nn.Module, group: Group) -> dict[str, Tensor]:
     known: dict[str, dict[str, tuple[int, ...]]] = {
         "dense": {"matrix": (group.size, group.size)},
         "diagonal": {"D": (group.rows, group.columns)},
+        "Kronecker, one factor diagonal": {"f": (group.rows,), "M": (group.columns,) * 2},
         "Kronecker": {"Q": (group.columns,) * 2, "G": (group.rows,) * 2},
     }
     stacked = {"Q": (groups, *(group.columns,) * 2), "G": (groups, *(group.rows // groups,) * 2)}
@@ -71,6 +75,8 @@ def numbers(block: Block) -> dict[str, Tensor]:
     """The tensors that a block is made of, for a layer's state."""
     if isinstance(block, KroneckerBlock | GroupedBlock):
         return {"Q": block.Q, "G": block.G}
+    if isinstance(block, ScaledBlock):
+        return {"f": block.f, "M": block.M}
     if isinstance(block, DenseBlock):
         return {"matrix": block.matrix}
     assert isinstance(block, DiagonalBlock)
@@ -89,6 +95,8 @@ def stored(state: dict[str, Any], group: Group) -> Block | None:
         if len(state["matrix"]) != group.size:
             return None
         block = DenseBlock(state["matrix"], group.rows, group.columns)
+    elif "M" in state:
+        block = ScaledBlock(state["f"], state["M"])
     else:
         block = DiagonalBlock(state["D"])
     return block if (block.rows, block.columns) == (group.rows, group.columns) else None

@@ -6,6 +6,7 @@ from gaussnewton.blocks.dense import DenseBlock
 from gaussnewton.blocks.diagonal import DiagonalBlock
 from gaussnewton.blocks.grouped import GroupedBlock
 from gaussnewton.blocks.kronecker import KroneckerBlock
+from gaussnewton.blocks.scaled import ScaledBlock
 
 __all__ = [
     "Block",
@@ -16,4 +17,5 @@ __all__ = [
     "Inverse",
     "Inversion",
     "KroneckerBlock",
+    "ScaledBlock",
 ]

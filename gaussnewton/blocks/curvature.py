@@ -14,6 +14,7 @@ from gaussnewton.blocks.dense import DenseBlock
 from gaussnewton.blocks.diagonal import DiagonalBlock
 from gaussnewton.blocks.grouped import GroupedBlock
 from gaussnewton.blocks.kronecker import KroneckerBlock
+from gaussnewton.blocks.scaled import ScaledBlock
 from gaussnewton.parameters import Theta
 
 
@@ -185,5 +186,10 @@ def load_block(state: Mapping[str, Any]) -> Block:
     if state["type"] == "grouped":
         parts = [load_block(part) for part in state["parts"]]
         return GroupedBlock(tuple(part for part in parts if isinstance(part, KroneckerBlock)))
-    kinds = {"kronecker": KroneckerBlock, "dense": DenseBlock, "diagonal": DiagonalBlock}
+    kinds: dict[str, Callable[..., Block]] = {
+        "kronecker": KroneckerBlock,
+        "dense": DenseBlock,
+        "diagonal": DiagonalBlock,
+        "scaled": ScaledBlock,
+    }
     return kinds[state["type"]](**{key: value for key, value in state.items() if key != "type"})

@@ -145,8 +145,8 @@ class EigenInverse(Inverse):
     @classmethod
     def of(cls, block: KroneckerBlock, damping: float) -> EigenInverse:
         """Decompose both factors of a block; rounding below zero counts as zero."""
-        q, U_Q = _eigh(block.Q, "Q")
-        g, U_G = _eigh(block.G, "G")
+        q, U_Q = eigh(block.Q, "Q")
+        g, U_G = eigh(block.G, "G")
         values = torch.outer(g.clamp(min=0), q.clamp(min=0)) + damping
         if not bool((values > 0).all()):
             raise FactorisationError(
@@ -166,7 +166,7 @@ class EigenInverse(Inverse):
         return self.U_G @ (Z / self.values.sqrt()) @ self.U_Q.T
 
 
-def _eigh(
+def eigh(
     matrix: Float[Tensor, "d d"], what: str
 ) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
     """Eigenvalues and vectors, by way of float64 where LAPACK gives up in float32.

@@ -8,9 +8,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gaussnewton.blocks import Block, DenseBlock, DiagonalBlock, GroupedBlock, KroneckerBlock
+from gaussnewton.blocks import (
+    Block,
+    DenseBlock,
+    DiagonalBlock,
+    GroupedBlock,
+    KroneckerBlock,
+    ScaledBlock,
+)
 from gaussnewton.gram import gram
-from gaussnewton.layers import MatrixRule, SmallRule
+from gaussnewton.layers import MatrixRule, SmallRule, TableRule
 from gaussnewton.network import Network
 from gaussnewton.parameters import Group
 from gaussnewton.tape import LayerCall
@@ -68,6 +75,8 @@ def _sorted_rows(call: LayerCall, rows: Float[Tensor, "k n *out"]) -> Tensor:
     """By positions and groups, or, of a layer with few parameters, by parameters."""
     if isinstance(call.rule, SmallRule):
         return call.rule.parameter_rows(call.module, call.unspoiled_input(), rows)
+    if isinstance(call.rule, TableRule):  # one group
+        return call.rule.gradients(call.module, call.unspoiled_input(), rows).unsqueeze(3)
     return _matrix_rule(call).gradients(call.module, rows)
 
 
@@ -111,11 +120,25 @@ def _input_moment(
     return torch.stack([gram(a[:, group], 1 / len(a)) for group in range(a.shape[1])])
 
 
+def _table_block(calls: list[LayerCall], M: Float[Tensor, "columns columns"]) -> Block:
+    """The rows' uses are counted as Q is averaged: over all positions of all calls."""
+    positions = sum(call.input.numel() for call in calls)
+    f: Tensor | float = 0.0
+    for call in calls:
+        assert isinstance(call.rule, TableRule)
+        share = call.input.numel() / positions
+        f = f + share * call.rule.uses(call.module, call.unspoiled_input())
+    assert isinstance(f, Tensor)
+    return ScaledBlock(f.to(M.dtype), M)
+
+
 def _block(group: Group, calls: list[LayerCall], G: Tensor | None, sharing: Sharing) -> Block:
     if not calls or G is None:  # it had no part in this pass
         like = next(iter(group.parameters.values()))
         wide = torch.promote_types(like.dtype, torch.float32)
         zeros = (like.new_zeros(s, s, dtype=wide) for s in (group.columns, group.rows))
         return KroneckerBlock(*zeros)
+    if isinstance(calls[0].rule, TableRule):
+        return _table_block(calls, G[0])
     Q = _input_moment(calls, sharing)
     return KroneckerBlock(Q[0], G[0]) if len(Q) == 1 else GroupedBlock.of(Q, G)

@@ -6,6 +6,7 @@ of a module.
 """
 
 from gaussnewton.layers.convolution import ConvolutionRule
+from gaussnewton.layers.embedding import EmbeddingRule
 from gaussnewton.layers.linear import LinearRule
 from gaussnewton.layers.normalisation import NormalisationRule
 from gaussnewton.layers.rule import (
@@ -13,6 +14,7 @@ from gaussnewton.layers.rule import (
     LayerRule,
     MatrixRule,
     SmallRule,
+    TableRule,
     register_layer,
     rule_for,
 )
@@ -20,11 +22,13 @@ from gaussnewton.layers.rule import (
 __all__ = [
     "ChainRule",
     "ConvolutionRule",
+    "EmbeddingRule",
     "LayerRule",
     "LinearRule",
     "MatrixRule",
     "NormalisationRule",
     "SmallRule",
+    "TableRule",
     "register_layer",
     "rule_for",
 ]

@@ -13,7 +13,7 @@ from gaussnewton.perdatum import PerDatum
 
 
 class LayerRule(ABC):  # noqa: B024
-    """The meaning of one layer type: of one of the two kinds below."""
+    """The meaning of one layer type: of one of the kinds below."""
 
     def fits(self, module: Any) -> bool:  # noqa: ARG002
         """Whether the module is an ordinary one of its type, e.g. not reparametrised."""
@@ -31,6 +31,20 @@ class SmallRule(LayerRule):
 
         In the order of ``module.parameters()``.
         """
+
+
+class TableRule(LayerRule):
+    """A table of vectors, of which each position of a datum takes one."""
+
+    @abstractmethod
+    def uses(self, module: Any, input: Tensor) -> Float[Tensor, " rows"]:
+        """How often each row is taken, as a share of all positions."""
+
+    @abstractmethod
+    def gradients(
+        self, module: Any, input: Tensor, rows: Float[Tensor, "k n *out"]
+    ) -> Float[Tensor, "k n r columns"]:
+        """Gradients at the vectors taken, by positions."""
 
 
 class MatrixRule(LayerRule):

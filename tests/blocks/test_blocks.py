@@ -8,7 +8,14 @@ from jaxtyping import TypeCheckError
 from torch import Tensor, nn
 
 import gaussnewton as gn
-from gaussnewton.blocks import Block, DenseBlock, DiagonalBlock, GroupedBlock, KroneckerBlock
+from gaussnewton.blocks import (
+    Block,
+    DenseBlock,
+    DiagonalBlock,
+    GroupedBlock,
+    KroneckerBlock,
+    ScaledBlock,
+)
 from gaussnewton.blocks.curvature import load_block
 
 F64 = torch.float64
@@ -32,6 +39,10 @@ def diagonal(rows: int = 3, columns: int = 4) -> DiagonalBlock:
     return DiagonalBlock(torch.rand(rows, columns, dtype=F64))
 
 
+def scaled(rows: int = 3, columns: int = 4) -> ScaledBlock:
+    return ScaledBlock(torch.rand(rows, dtype=F64), psd(columns))
+
+
 def grouped(columns: int = 4) -> GroupedBlock:
     return GroupedBlock((kronecker(1, columns), kronecker(2, columns)))
 
@@ -41,7 +52,7 @@ def vec(V: Tensor) -> Tensor:
     return torch.stack([V[i, j] for j in range(V.shape[1]) for i in range(V.shape[0])])
 
 
-@pytest.mark.parametrize("make", [diagonal, grouped])
+@pytest.mark.parametrize("make", [diagonal, grouped, scaled])
 def test_what_becomes_of_other_blocks(make) -> None:
     block, other = make(), make()
     C, D = block.dense(), other.dense()
@@ -54,6 +65,12 @@ def test_what_becomes_of_other_blocks(make) -> None:
         torch.testing.assert_close(block.average(other, 0.7).dense(), 0.7 * C + 0.3 * D)
         merged = block.merge(other, (2, 3), (0.4, 0.6))
         torch.testing.assert_close(merged.dense(), 0.4 * C + 0.6 * D)
+    elif make is scaled:
+        average = block.average(other, 0.7)
+        torch.testing.assert_close(average.f, 0.7 * block.f + 0.3 * other.f)
+        merged = block.merge(other, (1, 3), (0.4, 0.6))
+        torch.testing.assert_close(merged.f, 0.25 * block.f + 0.75 * other.f)
+        torch.testing.assert_close(merged.M, 0.4 * block.M + 0.6 * other.M)
     else:
         average = block.average(other, 0.7)
         torch.testing.assert_close(
@@ -67,7 +84,7 @@ def test_what_becomes_of_other_blocks(make) -> None:
     assert (flat.T @ flat / 4000 - expected).abs().max() < 0.2
 
 
-@pytest.mark.parametrize("make", [kronecker, dense, diagonal, grouped])
+@pytest.mark.parametrize("make", [kronecker, dense, diagonal, grouped, scaled])
 def test_against_the_dense_matrix(make) -> None:
     block: Block = make()
     C, V, k = block.dense(), torch.randn(3, 4, dtype=F64), 0.3
