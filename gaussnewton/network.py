@@ -35,6 +35,7 @@ class Network:
         calls: of each trained layer, in the order in which they were made; none for a layer that
             had no part in this pass, whose curvature is zero.
         objection: why it is not a chain.
+        mixing: a layer behind which the data of a batch are mixed, if there is one.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Network:
                 self.calls[call.name].append(call)
         self._all = [call for calls in self.calls.values() for call in calls]
         self._check_tied()
-        self._check_apart()
+        self.mixing = self._mixing_layer()
 
     def gradients(
         self, rows: Float[Tensor, "k n d"]
@@ -116,7 +117,20 @@ class Network:
 
     def _outputs(self, part: slice) -> Tensor:
         assert self.again is not None  # set by whoever wants products
-        return self.again(part)
+        if self.mixing is None:
+            return self.again(part)
+        with torch.enable_grad():  # where data are mixed, a part of them alone is another function
+            return self.again(slice(None))[part]
+
+    def refuse_mixed(self, method: str) -> None:
+        """Raise where the data of the batch are mixed."""
+        if self.mixing is not None:
+            raise UnsupportedGraphError(
+                f"what lies between layer '{self.mixing}' and the outputs mixes the data of a "
+                "batch, as batch normalisation in training mode does. The curvature of one datum "
+                f"is not defined there, which {method} needs: use 'kfac', whose draws for "
+                "different data are independent, or call model.eval() first."
+            )
 
     def _parameter_gradients(
         self, outputs: Tensor, v: Tensor, create_graph: bool = False
@@ -187,19 +201,18 @@ class Network:
                         "not supported: give each layer parameters of its own."
                     )
 
-    def _check_apart(self) -> None:
-        """Refuse graphs that mix the data of a batch, as batch normalisation in training does."""
-        n = self.record.data
+    def _mixing_layer(self) -> str | None:
+        """A layer behind which the data of a batch are mixed, as by batch normalisation.
+
+        Rows of zeros must stay rows of zeros on their way back, whatever the others hold.
+        """
+        n, outputs = self.record.data, self.record.outputs
         kept = torch.rand(n, generator=torch.Generator().manual_seed(n)) < 0.5
         if n < 2 or not self._all:
-            return
+            return None
         kept[0], kept[1] = True, False
-        outputs = self.record.outputs
         rows = torch.ones_like(outputs.flatten(1)) * kept.to(outputs)[:, None]
         for call, found in zip(self._all, self._pull(rows.unsqueeze(0)), strict=True):
             if found is not None and bool(found[0][~kept.to(found.device)].any()):
-                raise UnsupportedGraphError(
-                    f"what lies between layer '{call.name}' and the outputs mixes the data of a "
-                    "batch, as batch normalisation in training mode does. The curvature of one "
-                    "datum is not defined there: call model.eval() first, or take it out."
-                )
+                return call.name
+        return None

@@ -151,10 +151,6 @@ NOWHERE = {
         lambda m, x: m.c(m.b(m.a(x.view(3, 8).repeat(1, 2).view(12, 4))))[:6],
         "'[abc]' returned 12 rows but the outputs have 6",
     ),
-    "mixed data": (
-        lambda m, x: m.c(m.b(torch.nn.functional.batch_norm(m.a(x), None, None, training=True))),
-        "between layer 'a' and the outputs mixes the data.*eval",
-    ),
 }
 
 
@@ -177,6 +173,18 @@ def test_graphs_that_no_method_can_follow(name: str, method: str) -> None:
     forward, message = NOWHERE[name]
     with pytest.raises(errors.UnsupportedGraphError, match=message):
         gn.curvature(Graph(forward), nn.CrossEntropyLoss(), (X, Y), method=method)
+
+
+@pytest.mark.parametrize("method", ["kflr", "kfra", "hessian"])
+def test_data_that_are_mixed(method: str) -> None:
+    model = Graph(
+        lambda m, x: m.c(m.b(torch.nn.functional.batch_norm(m.a(x), None, None, training=True)))
+    )
+    with pytest.raises(
+        errors.UnsupportedGraphError,
+        match=r"between layer 'a' and the outputs mixes the data.*use 'kfac'.*eval",
+    ):
+        gn.curvature(model, nn.CrossEntropyLoss(), (X, Y), method=method)
 
 
 def test_tied_weights() -> None:

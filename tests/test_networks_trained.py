@@ -98,6 +98,27 @@ def test_trains(problem, kind) -> None:
     assert losses[-1] < 0.6 * losses[0]
 
 
+def test_trains_with_batch_normalisation() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)
+    )
+    x = torch.randn(80, 1, 6, 6)
+    y = (x.flatten(1).sum(1) > 0).long()
+    criterion = nn.CrossEntropyLoss()
+    optimizer = gn.GaussNewton(model, criterion)
+    losses = []
+    for _ in range(15):
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0]
+    assert int(model[1].num_batches_tracked) == 15  # passes of the optimiser's own do not count
+    assert "KFAC" in optimizer.explain()
+
+
 def test_resumes_bit_for_bit_with_groups() -> None:
     model, (x, y) = images(20)
     criterion = nn.CrossEntropyLoss()

@@ -48,6 +48,7 @@ class Estimator(ABC):
 
     def estimate_network(self, network: Network) -> Mapping[str, Block]:
         """The blocks of any other graph of layers; not every estimator can."""
+        network.refuse_mixed(type(self).__name__)
         raise UnsupportedGraphError(
             f"{type(self).__name__} goes from layer to layer of a chain, and this network is none: "
             f"{network.objection} Use 'kflr' or 'kfac', which need no chain."

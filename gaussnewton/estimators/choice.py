@@ -38,7 +38,7 @@ def choose(chain: Passage) -> Choice:
     """
     outputs = chain.record.outputs[0].numel()
     if isinstance(chain, Network):
-        if outputs <= FEW:
+        if chain.mixing is None and outputs <= FEW:
             return Choice(KFLR(), f"KFLR is exact, and cheap with {_count(outputs)}")
         return Choice(KFAC(), f"KFRA needs a chain of layers: {chain.objection}")
     kflr, kfra = _rows_back(chain, outputs) / _pass(chain), _expected_back(chain) / _pass(chain)

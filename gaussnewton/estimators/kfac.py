@@ -25,6 +25,10 @@ class KFAC(Estimator):
     in place of KFLR's exact columns, so that the expectation over draws is KFLR's G
     wherever the Fisher and Gauss-Newton matrices are the same.
 
+    Where the data of a batch are mixed, as by batch normalisation in training mode, what a datum's
+    layer does is felt by the losses of all, and since their targets are drawn independently the
+    expectation is the datum's own block of the batch's Gauss-Newton matrix.
+
     Args:
         samples: S, draws for each datum.
         seed: of the estimator's own generator, which goes on from call to call and

@@ -50,5 +50,6 @@ class KFLR(Estimator):
         return kronecker_blocks(chain, summed_recursion(chain, start, self.workspace))
 
     def estimate_network(self, network: Network) -> dict[str, Block]:
+        network.refuse_mixed("KFLR")
         roots = network.record.geometry.hessian(*network.record.wide).roots().rows
         return shared_blocks(network, roots, self.sharing, self.workspace)

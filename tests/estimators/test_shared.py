@@ -234,6 +234,22 @@ def test_data_that_are_mixed_are_refused() -> None:
     assert len(gn.curvature(model, nn.CrossEntropyLoss(), batch)) == 2
 
 
+def test_kfac_of_mixed_data_is_the_datums_own_block() -> None:
+    """Beside the Jacobian of all outputs by all of a layer's outputs, written out."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(2, 3).double(), nn.Linear(3, 2).double()
+    norm = nn.BatchNorm1d(3, affine=False).double()
+    model = nn.Sequential(first, norm, nn.Tanh(), last)
+    x, y = torch.randn(4, 2).double(), torch.randint(2, (4,))
+    criterion = nn.CrossEntropyLoss()
+    h = first(x).detach()
+    J = torch.autograd.functional.jacobian(lambda h: last(torch.tanh(norm(h))), h)
+    H = gn.exact.output_hessian(criterion, model(x).detach(), y)
+    expected = torch.einsum("majb,mac,mcjd->bd", J, H, J)
+    found = gn.curvature(model, criterion, (x, y), method=gn.KFAC(samples=20_000))["0"]
+    assert relative(found.G, expected) < 0.05
+
+
 def test_kfra_says_why_it_cannot() -> None:
     model, batch = images(2)
     with pytest.raises(gn.errors.UnsupportedGraphError, match=r"KFRA.*'features.0'.*Use 'kflr'"):
