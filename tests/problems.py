@@ -216,3 +216,17 @@ def _derivative(function: Function, number: Tensor) -> Tensor:
     h = number.clone().reshape(1, 1).requires_grad_()
     (slope,) = torch.autograd.grad(function(h * 1.0).sum(), h)
     return slope.squeeze()
+
+
+def fit(
+    optimizer: gn.GaussNewton | gn.HessianFree, x: Tensor, y: Tensor, updates: int
+) -> list[float]:
+    """Train on one batch, as a user would; returns the losses before the updates."""
+    losses = []
+    for _ in range(updates):
+        optimizer.zero_grad()
+        loss = optimizer.criterion(optimizer.model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

@@ -12,7 +12,7 @@ import gaussnewton as gn
 from gaussnewton.jacobian import gauss_newton_product, jacobian_product, layer_jacobian_products
 from gaussnewton.observer import Observer
 from tests.estimators.test_shared import images, residual, twice
-from tests.problems import relative
+from tests.problems import fit, relative
 
 
 def observed(problem, n: int):
@@ -88,13 +88,7 @@ def test_trains(problem, kind) -> None:
     y = (x.flatten(1).sum(1) > 0).long()
     criterion = nn.CrossEntropyLoss()
     optimizer = kind(model, criterion)
-    losses = []
-    for _ in range(15):
-        optimizer.zero_grad()
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = fit(optimizer, x, y, 15)
     assert losses[-1] < 0.6 * losses[0]
 
 
@@ -107,13 +101,7 @@ def test_trains_with_batch_normalisation() -> None:
     y = (x.flatten(1).sum(1) > 0).long()
     criterion = nn.CrossEntropyLoss()
     optimizer = gn.GaussNewton(model, criterion)
-    losses = []
-    for _ in range(15):
-        optimizer.zero_grad()
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = fit(optimizer, x, y, 15)
     assert losses[-1] < 0.3 * losses[0]
     assert int(model[1].num_batches_tracked) == 15  # passes of the optimiser's own do not count
     assert "KFAC" in optimizer.explain()

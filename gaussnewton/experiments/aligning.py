@@ -7,13 +7,10 @@ line in ``metrics.jsonl``, and a ``checkpoint.pt``, which also says what was ask
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from gaussnewton.errors import ExperimentError
 from gaussnewton.experiments.budget import Budget
@@ -22,7 +19,7 @@ from gaussnewton.experiments.data import Batches
 from gaussnewton.experiments.figures.alignment import Point, Trajectory
 from gaussnewton.experiments.problems import Data, problem
 from gaussnewton.experiments.record import Folder, Result, read_lines
-from gaussnewton.experiments.run import Watcher
+from gaussnewton.experiments.run import Watcher, torch_as_asked
 from gaussnewton.experiments.stopping import stopping
 
 ALIGNED_AT = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000)
@@ -64,7 +61,7 @@ class Aligning:
             ExperimentError: if the folder holds another trajectory.
         """
         files = Folder(self.folder)
-        with files.claimed(), _torch_as_asked(self.config):
+        with files.claimed(), torch_as_asked(self.config):
             state = self._state(files)
             if state is not None and self._over(state["update"], state["seconds"]):
                 return True
@@ -181,16 +178,3 @@ def _with_saved_threads(config: Config, folder: Path) -> Config:
     if saved is None:
         return config
     return with_threads_of(config, Config.from_dict(saved["config"], str(folder)))
-
-
-@contextmanager
-def _torch_as_asked(config: Config) -> Iterator[None]:
-    """Torch's threads and random state are the trajectory's inside, and as they were after it."""
-    threads = torch.get_num_threads()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        torch.set_num_threads(config.threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)

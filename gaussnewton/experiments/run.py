@@ -86,7 +86,7 @@ def train(
         if done is not None:
             watcher.known(config, done)
             return done
-        with _torch_as_asked(config):
+        with torch_as_asked(config):
             training = _begun(config, files, read)
             return _train(training, config, files, save_every, keep_checkpoint, watcher)
 
@@ -124,7 +124,7 @@ def _read(config: Config, data: Callable[[], Data] | None) -> Data:
 
 
 @contextmanager
-def _torch_as_asked(config: Config) -> Iterator[None]:
+def torch_as_asked(config: Config) -> Iterator[None]:
     """Torch's threads and random state are the run's inside, and as they were after it."""
     threads = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import gaussnewton as gn
-from tests.problems import relative
+from tests.problems import fit, relative
 
 
 class Words(nn.Module):
@@ -71,12 +71,6 @@ def test_trains_with_rare_words() -> None:
     y = (words == 3).any(1).long()
     criterion = nn.CrossEntropyLoss()
     optimizer = gn.GaussNewton(model, criterion)
-    losses = []
-    for _ in range(25):
-        optimizer.zero_grad()
-        loss = criterion(model(words), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = fit(optimizer, words, y, 25)
     assert losses[-1] < 0.3 * losses[0]
     assert "one factor diagonal" in optimizer.explain()

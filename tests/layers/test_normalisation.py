@@ -10,7 +10,7 @@ import gaussnewton as gn
 from gaussnewton.estimators import shared
 from gaussnewton.layers import NormalisationRule, rule_for
 from gaussnewton.layers.normalisation import normalised
-from tests.problems import relative
+from tests.problems import fit, relative
 
 LAYERS = {
     "LayerNorm": (nn.LayerNorm(6), (6,)),
@@ -91,13 +91,7 @@ def test_trains_and_says_which_blocks() -> None:
     y = (x[:, 0] > 0).long()
     criterion = nn.CrossEntropyLoss()
     optimizer = gn.GaussNewton(model, criterion)
-    losses = []
-    for _ in range(12):
-        optimizer.zero_grad()
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = fit(optimizer, x, y, 12)
     assert losses[-1] < 0.3 * losses[0]
     said = optimizer.explain()
     assert "dense" in said
