@@ -8,6 +8,7 @@ autograd graph, to the outputs of every call of every layer at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,7 +36,6 @@ class Network:
         calls: of each trained layer, in the order in which they were made; none for a layer that
             had no part in this pass, whose curvature is zero.
         objection: why it is not a chain.
-        mixing: a layer behind which the data of a batch are mixed, if there is one.
     """
 
     def __init__(
@@ -54,7 +54,6 @@ class Network:
                 self.calls[call.name].append(call)
         self._all = [call for calls in self.calls.values() for call in calls]
         self._check_tied()
-        self.mixing = self._mixing_layer()
 
     def gradients(
         self, rows: Float[Tensor, "k n d"]
@@ -117,7 +116,8 @@ class Network:
 
     def _outputs(self, part: slice) -> Tensor:
         assert self.again is not None  # set by whoever wants products
-        if self.mixing is None:
+        whole = part.indices(self.record.data) == (0, self.record.data, 1)
+        if whole or self.mixing is None:
             return self.again(part)
         with torch.enable_grad():  # where data are mixed, a part of them alone is another function
             return self.again(slice(None))[part]
@@ -201,10 +201,12 @@ class Network:
                         "not supported: give each layer parameters of its own."
                     )
 
-    def _mixing_layer(self) -> str | None:
+    @cached_property
+    def mixing(self) -> str | None:
         """A layer behind which the data of a batch are mixed, as by batch normalisation.
 
-        Rows of zeros must stay rows of zeros on their way back, whatever the others hold.
+        Found by a backward pass, so not before somebody wants to know: rows of zeros must stay
+        rows of zeros on their way back, whatever the others hold.
         """
         n, outputs = self.record.data, self.record.outputs
         kept = torch.rand(n, generator=torch.Generator().manual_seed(n)) < 0.5

@@ -15,6 +15,7 @@ from gaussnewton.blocks import Block, Inverse, Inversion
 from gaussnewton.compiled import original
 from gaussnewton.errors import FactorisationError, NonFiniteError
 from gaussnewton.estimators import ESTIMATORS, KFAC, BlockHessian, Estimator, choose, estimator_of
+from gaussnewton.estimators.shared import empty_block
 from gaussnewton.guarding import GuardedOptimizer
 from gaussnewton.observer import Observation
 from gaussnewton.observing import Matrices, inner
@@ -22,14 +23,7 @@ from gaussnewton.parameters import Group
 from gaussnewton.progress import Progress
 from gaussnewton.proposal import Proposal, Shift, calibrated, plain, squared
 from gaussnewton.quadratic import gauss_newton_gram
-from gaussnewton.running import (
-    blocks_of,
-    careful_inverse,
-    empty_numbers,
-    kind_of,
-    store,
-    stored,
-)
+from gaussnewton.running import blocks_of, careful_inverse, store, stored
 from gaussnewton.settings import Damping, Guard, Refresh, StepSize
 
 
@@ -160,14 +154,14 @@ class GaussNewton(GuardedOptimizer):
                 raise
             return False
         for name, block in fresh.items():
-            store(self._layer_state(name), self._observer.theta[name], block, self.refresh.decay)
+            store(self._layer_state(name), block, self.refresh.decay)
         return True
 
     def _blocks(self) -> dict[str, Block]:
         """The running blocks; none if a layer has none, or has changed its shape."""
         blocks = {}
         for group in self._observer.theta:
-            block = stored(self._layer_state(group.name), group)
+            block = stored(self._layer_state(group.name), self._empty_block(group, "meta"))
             if block is None:
                 return {}
             blocks[group.name] = block
@@ -268,7 +262,7 @@ class GaussNewton(GuardedOptimizer):
         super()._prime()
         for group in self._observer.theta:
             state, like = self._layer_state(group.name), next(iter(group.parameters.values()))
-            for key, zeros in empty_numbers(self._module(group), group).items():
+            for key, zeros in self._empty_block(group).numbers().items():
                 state.setdefault(key, zeros)
             state.setdefault("estimates", 0)
             if self.step_size.calibrate:
@@ -412,7 +406,7 @@ class GaussNewton(GuardedOptimizer):
             [
                 group.name or "(model)",
                 f"{group.rows} x {group.columns}",
-                kind_of(self._module(group), group),
+                self._empty_block(group, "meta").kind,
                 method,
             ]
             for group in self._observer.theta
@@ -420,8 +414,8 @@ class GaussNewton(GuardedOptimizer):
         table = tabulate(rows, ["layer", "[W | b]", "block", "curvature"], disable_numparse=True)
         return f"{table}\ncurvature: {reason}; inversion: {self.inversion}"
 
-    def _module(self, group: Group) -> nn.Module:
-        return original(self.model).get_submodule(group.name)
+    def _empty_block(self, group: Group, device: str | None = None) -> Block:
+        return empty_block(original(self.model).get_submodule(group.name), group, device)
 
     # torch.optim.Optimizer
 

@@ -8,6 +8,7 @@ because an in-place activation overwrites the output tensor right after.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,7 @@ class Record:
     targets: Any
     arguments: tuple[Any, ...]
     loss: Tensor
+    modules: Mapping[str, nn.Module]
 
     @property
     def data(self) -> int:
@@ -200,7 +202,10 @@ class Tape:
         calls = self._calls_behind(arguments)
         if not outputs.requires_grad or calls is None:
             return self._unrelated()
-        self.keep(Record(self.theta, calls, self.geometry, outputs, targets, arguments, loss))
+        modules = {name: module for name, module, _ in self._layers}
+        self.keep(
+            Record(self.theta, calls, self.geometry, outputs, targets, arguments, loss, modules)
+        )
         return None
 
     def _concerns(self, arguments: tuple[Any, ...]) -> bool:  # noqa: ARG002

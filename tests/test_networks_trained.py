@@ -157,3 +157,28 @@ def test_experts_that_are_not_used_keep_their_curvature() -> None:
     assert factors[0].any()
     assert torch.equal(factors[0], factors[3])
     assert not torch.equal(factors[3], factors[4])
+
+
+def test_a_layer_that_only_the_second_of_two_passes_uses_has_that_ones_curvature() -> None:
+    """Whatever its kind of block: here one that is written out."""
+
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.last = nn.LayerNorm(4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, normalised: bool) -> Tensor:
+            return self.last(self.norm(x) if normalised else x)
+
+    torch.manual_seed(0)
+    x, y = torch.randn(10, 4), torch.randint(3, (10,))
+    found = []
+    for passes in ([True], [False, True]):
+        torch.manual_seed(1)
+        model, criterion = Sometimes(), nn.CrossEntropyLoss()
+        optimizer = gn.GaussNewton(model, criterion, curvature="kflr")
+        for normalised in passes:
+            criterion(model(x, normalised), y).backward()
+        optimizer.step()
+        found.append(optimizer.state[model.norm.weight]["matrix"])
+    torch.testing.assert_close(found[0], found[1])

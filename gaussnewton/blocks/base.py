@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -57,9 +58,22 @@ class Block(ABC):
     def scaled(self, factor: float) -> Block:
         """factor · C."""
 
+    @property
     @abstractmethod
+    def kind(self) -> str:
+        """What it is, in words."""
+
+    @abstractmethod
+    def numbers(self) -> dict[str, Tensor]:
+        """The tensors it is made of."""
+
+    @abstractmethod
+    def with_numbers(self, numbers: Mapping[str, Tensor]) -> Block:
+        """A block of this kind and size of other tensors."""
+
     def double(self) -> Block:
         """C in float64."""
+        return self.with_numbers({key: part.double() for key, part in self.numbers().items()})
 
     @abstractmethod
     def average(self, newer: Any, decay: float) -> Block:

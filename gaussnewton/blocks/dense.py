@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +49,15 @@ class DenseBlock(Block):
     def scaled(self, factor: float) -> DenseBlock:
         return DenseBlock(self.matrix * factor, self.rows, self.columns)
 
-    def double(self) -> DenseBlock:
-        return DenseBlock(self.matrix.double(), self.rows, self.columns)
+    @property
+    def kind(self) -> str:
+        return "dense"
+
+    def numbers(self) -> dict[str, Tensor]:
+        return {"matrix": self.matrix}
+
+    def with_numbers(self, numbers: Mapping[str, Tensor]) -> DenseBlock:
+        return DenseBlock(numbers["matrix"], self.rows, self.columns)
 
     def average(self, newer: DenseBlock, decay: float) -> DenseBlock:
         return DenseBlock(newer.matrix.lerp(self.matrix, decay), self.rows, self.columns)

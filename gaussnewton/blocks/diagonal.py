@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,8 +64,15 @@ class DiagonalBlock(Block):
     def scaled(self, factor: float) -> DiagonalBlock:
         return DiagonalBlock(self.D * factor)
 
-    def double(self) -> DiagonalBlock:
-        return DiagonalBlock(self.D.double())
+    @property
+    def kind(self) -> str:
+        return "diagonal"
+
+    def numbers(self) -> dict[str, Tensor]:
+        return {"D": self.D}
+
+    def with_numbers(self, numbers: Mapping[str, Tensor]) -> DiagonalBlock:
+        return DiagonalBlock(numbers["D"])
 
     def average(self, newer: DiagonalBlock, decay: float) -> DiagonalBlock:
         return DiagonalBlock(newer.D.lerp(self.D, decay))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,8 +69,18 @@ class GroupedBlock(Block):
     def scaled(self, factor: float) -> GroupedBlock:
         return GroupedBlock(tuple(part.scaled(factor) for part in self.parts))
 
+    @property
+    def kind(self) -> str:
+        return f"Kronecker, {len(self.parts)} groups"
+
+    def numbers(self) -> dict[str, Tensor]:
+        return {"Q": self.Q, "G": self.G}
+
     def double(self) -> GroupedBlock:
         return GroupedBlock(tuple(part.double() for part in self.parts))
+
+    def with_numbers(self, numbers: Mapping[str, Tensor]) -> GroupedBlock:
+        return GroupedBlock.of(numbers["Q"], numbers["G"])
 
     @classmethod
     def of(cls, Q: Float[Tensor, "g c c"], G: Float[Tensor, "g r r"]) -> GroupedBlock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +84,16 @@ class KroneckerBlock(Block):
 
     def scaled(self, factor: float) -> KroneckerBlock:
         return KroneckerBlock(self.Q, self.G * factor)
+
+    @property
+    def kind(self) -> str:
+        return "Kronecker"
+
+    def numbers(self) -> dict[str, Tensor]:
+        return {"Q": self.Q, "G": self.G}
+
+    def with_numbers(self, numbers: Mapping[str, Tensor]) -> KroneckerBlock:
+        return KroneckerBlock(numbers["Q"], numbers["G"])
 
     def double(self) -> KroneckerBlock:
         return KroneckerBlock(self.Q.double(), self.G.double())

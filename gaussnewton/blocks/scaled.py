@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,8 +72,15 @@ class ScaledBlock(Block):
     def scaled(self, factor: float) -> ScaledBlock:
         return ScaledBlock(self.f, self.M * factor)
 
-    def double(self) -> ScaledBlock:
-        return ScaledBlock(self.f.double(), self.M.double())
+    @property
+    def kind(self) -> str:
+        return "Kronecker, one factor diagonal"
+
+    def numbers(self) -> dict[str, Tensor]:
+        return {"f": self.f, "M": self.M}
+
+    def with_numbers(self, numbers: Mapping[str, Tensor]) -> ScaledBlock:
+        return ScaledBlock(numbers["f"], numbers["M"])
 
     def average(self, newer: ScaledBlock, decay: float) -> ScaledBlock:
         return ScaledBlock(newer.f.lerp(self.f, decay), newer.M.lerp(self.M, decay))

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from gaussnewton.blocks import (
     Block,
@@ -17,7 +17,7 @@ from gaussnewton.blocks import (
     ScaledBlock,
 )
 from gaussnewton.gram import gram
-from gaussnewton.layers import MatrixRule, SmallRule, TableRule
+from gaussnewton.layers import MatrixRule, SmallRule, TableRule, rule_for
 from gaussnewton.network import Network
 from gaussnewton.parameters import Group
 from gaussnewton.tape import LayerCall
@@ -59,12 +59,16 @@ def shared_blocks(
         for name, found in gathered.items():
             total = _small_moment(found) if name in small else _gradient_moment(found, sharing)
             sums[name] = sums[name] + total if name in sums else total
-    return {
-        group.name: _small_block(group, sums[group.name])
-        if group.name in small and group.name in sums
-        else _block(group, network.calls[group.name], sums.get(group.name), sharing)
-        for group in network.record.theta
-    }
+    result: dict[str, Block] = {}
+    for group in network.record.theta:
+        name, calls = group.name, network.calls[group.name]
+        if name not in sums:
+            result[name] = empty_block(network.record.modules[name], group)
+        elif name in small:
+            result[name] = _small_block(group, sums[name])
+        else:
+            result[name] = _block(calls, sums[name], sharing)
+    return result
 
 
 def _is_small(calls: list[LayerCall]) -> bool:
@@ -132,12 +136,31 @@ def _table_block(calls: list[LayerCall], M: Float[Tensor, "columns columns"]) ->
     return ScaledBlock(f.to(M.dtype), M)
 
 
-def _block(group: Group, calls: list[LayerCall], G: Tensor | None, sharing: Sharing) -> Block:
-    if not calls or G is None:  # it had no part in this pass
-        like = next(iter(group.parameters.values()))
-        wide = torch.promote_types(like.dtype, torch.float32)
-        zeros = (like.new_zeros(s, s, dtype=wide) for s in (group.columns, group.rows))
-        return KroneckerBlock(*zeros)
+def empty_block(module: nn.Module, group: Group, device: torch.device | str | None = None) -> Block:
+    """The block of a layer that had no part in a pass: of its own kind, and zero.
+
+    On the device "meta" it takes no memory, and still tells kind and sizes.
+    """
+    like, rule = next(iter(group.parameters.values())), rule_for(module)
+    wide = torch.promote_types(like.dtype, torch.float32)
+
+    def zeros(*size: int) -> Tensor:
+        return torch.zeros(size, dtype=wide, device=like.device if device is None else device)
+
+    rows, columns, groups = group.rows, group.columns, getattr(module, "groups", 1)
+    if isinstance(rule, SmallRule):
+        if group.size > DENSE:
+            return DiagonalBlock(zeros(rows, columns))
+        return DenseBlock(zeros(group.size, group.size), rows, columns)
+    if isinstance(rule, TableRule):
+        return ScaledBlock(zeros(rows), zeros(columns, columns))
+    if groups == 1:
+        return KroneckerBlock(zeros(columns, columns), zeros(rows, rows))
+    each = rows // groups
+    return GroupedBlock.of(zeros(groups, columns, columns), zeros(groups, each, each))
+
+
+def _block(calls: list[LayerCall], G: Tensor, sharing: Sharing) -> Block:
     if isinstance(calls[0].rule, TableRule):
         return _table_block(calls, G[0])
     Q = _input_moment(calls, sharing)
