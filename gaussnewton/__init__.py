@@ -15,6 +15,7 @@ from gaussnewton.blocks import (
     GroupedBlock,
     KroneckerBlock,
     ScaledBlock,
+    ZeroBlock,
 )
 from gaussnewton.diagnostics import alignment, verify
 from gaussnewton.estimate import curvature
@@ -52,6 +53,7 @@ __all__ = [
     "StepSize",
     "Tape",
     "Theta",
+    "ZeroBlock",
     "alignment",
     "curvature",
     "diagnostics",

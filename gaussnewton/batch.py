@@ -71,6 +71,8 @@ def call_criterion(criterion: Callable[..., Tensor], outputs: Any, batch: Batch)
     if isinstance(criterion, nn.GaussianNLLLoss) and isinstance(outputs, (tuple, list)):
         mean, var = outputs
         return criterion(mean, *targets, var)
+    if isinstance(outputs, (tuple, list)) and getattr(criterion, "outputs", 1) == len(outputs):
+        return criterion(*outputs, *targets)
     return criterion(outputs, *targets)
 
 

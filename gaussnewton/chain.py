@@ -93,6 +93,7 @@ class Chain:
 
 def _follow(record: Record) -> Iterator[Link]:
     """Walk from the outputs to the first trained layer, one layer at a time."""
+    refuse_tied(record)
     # A frozen layer that is no part of a chain is part of what lies between others.
     by_node = {call.output_edge.node: call for call in record.calls if _may_be_linked(call, record)}
     remaining = set(record.theta.groups)
@@ -121,6 +122,18 @@ def _follow(record: Record) -> Iterator[Link]:
         yield Link(call, segment_of(path, between) if nodes else Identity())
         remaining.discard(call.name)
         end, like, place = call.input_edge, call.input, f"layer '{call.name}'"
+
+
+def refuse_tied(record: Record) -> None:
+    """Raise where one call uses parameters of several groups, some of them another layer's."""
+    names: dict[Any, str] = {}
+    for call in record.calls:
+        other = names.setdefault(call.output_edge.node, call.name)
+        if other != call.name:
+            raise UnsupportedGraphError(
+                f"layers '{call.name}' and '{other}' share a parameter: this is not a chain of "
+                "layers with weights of their own."
+            )
 
 
 def _may_be_linked(call: LayerCall, record: Record) -> bool:

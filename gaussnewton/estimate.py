@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -14,8 +14,9 @@ from gaussnewton.compiled import eagerly, original
 from gaussnewton.errors import BatchError, UnsupportedLossError
 from gaussnewton.estimators import Estimator, estimator_of
 from gaussnewton.losses import Loss
+from gaussnewton.losses.inside import LossWatch
 from gaussnewton.model_state import unchanged
-from gaussnewton.tape import Tape
+from gaussnewton.tape import Record, Tape
 
 _SECONDS_BEFORE_BAR = 2
 
@@ -26,6 +27,7 @@ def curvature(
     data: Any,
     method: str | Estimator = "kflr",
     *,
+    outputs: Callable[[Any], Any] | None = None,
     progress: bool = True,
 ) -> Curvature:
     """The block-diagonal curvature of the scalar that the criterion returns.
@@ -34,17 +36,19 @@ def curvature(
     state.
 
     Args:
-        model: a network of ``nn.Linear``, ``nn.Conv1d/2d/3d``, ``nn.Embedding`` and normalising
-            layers, connected in any way, with any functions between that treat each datum by
-            itself. KFRA and the Hessian need a chain of linear layers.
+        model: any network whose functions treat each datum by itself. What block each of its
+            parameters gets is in :func:`~gaussnewton.explain`.
         criterion: a loss module, or a plain function of outputs and targets, which is
-            wrapped as :class:`~gaussnewton.Loss`.
+            wrapped as :class:`~gaussnewton.Loss`; None for a model that returns its loss, the
+            targets being among its inputs: the loss function that it calls is found inside.
         data: one batch, a tuple ``(inputs, targets)``; or an iterable of batches such as a
             ``DataLoader``. Inputs may be a tensor, a tuple of arguments, or a dict of
             keyword arguments. Several batches give the curvature of their losses together:
             the sum for reduction "sum", else the mean over data.
         method: "kflr", "kfra", "kfac" or "hessian"; or an estimator with settings, such as
             ``gn.KFAC(samples=10)``. The name "kfac" draws the same samples at each call.
+        outputs: from what the model returns to what the criterion looks at, if that is not the
+            same, as ``lambda returned: returned["logits"]``.
         progress: show a bar where an iterable takes more than two seconds.
 
     Example:
@@ -58,30 +62,31 @@ def curvature(
         >>> c["0"].Q.shape, c["0"].G.shape
         (torch.Size([5, 5]), torch.Size([3, 3]))
     """
-    estimator, criterion, plain = estimator_of(method), *_checked(model, criterion)
+    estimator, (criterion, plain) = estimator_of(method), _checked(model, criterion)
     result: Curvature | None = None
-    with eagerly(model), unchanged(model, criterion):
+    watched = [part for part in (model, criterion) if part is not None]
+    with eagerly(model), unchanged(*watched):
         for batch in _shown(batches_in(data), data, progress):
             if result is not None and plain:
                 raise UnsupportedLossError(
                     "over several batches it matters whether a plain function sums or averages "
                     "over data: wrap it, criterion = gn.Loss(fn, reduction='mean') or 'sum'."
                 )
-            new = _of_batch(original(model), criterion, batch, estimator)
+            new = _of_batch(original(model), criterion, batch, estimator, outputs)
             result = new if result is None else result.merge(new)
     if result is None:
         raise BatchError("the data hold no batch at all: the iterable ended at once.")
     return result
 
 
-def _checked(model: Any, criterion: Any) -> tuple[nn.Module, bool]:
-    """The criterion as a module, and whether it was a plain function."""
+def _checked(model: Any, criterion: Any) -> tuple[nn.Module | None, bool]:
+    """The criterion as a module, if there is one, and whether it was a plain function."""
     for what, value in (("model", model), ("criterion", criterion)):
         if isinstance(value, type):
             raise TypeError(f"the {what} is the class {value.__name__}; give an instance of it.")
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is {type(model).__name__}, not a torch.nn.Module.")
-    if isinstance(criterion, nn.Module):
+    if criterion is None or isinstance(criterion, nn.Module):
         return criterion, False
     if not callable(criterion):
         raise TypeError(f"the criterion is {type(criterion).__name__}, which cannot be called.")
@@ -89,11 +94,21 @@ def _checked(model: Any, criterion: Any) -> tuple[nn.Module, bool]:
 
 
 def _of_batch(
-    model: nn.Module, criterion: nn.Module, batch: Batch, estimator: Estimator
+    model: nn.Module,
+    criterion: nn.Module | None,
+    batch: Batch,
+    estimator: Estimator,
+    outputs_of: Callable[[Any], Any] | None,
 ) -> Curvature:
-    with Tape(model, criterion) as tape:
-        call_criterion(criterion, call_model(model, batch), batch)
-    record = tape.record
+    if criterion is None:
+        record = _record_inner(model, batch)
+    else:
+        with Tape(model, criterion) as tape:
+            returned = call_model(model, batch)
+            call_criterion(
+                criterion, returned if outputs_of is None else outputs_of(returned), batch
+            )
+        record = tape.record
     geometry, outputs = record.geometry, record.outputs.detach()
     return Curvature(
         estimator(record),
@@ -101,6 +116,18 @@ def _of_batch(
         data=record.data,
         weight=geometry.weight(outputs, record.targets) if geometry.averages else None,
     )
+
+
+def _record_inner(model: nn.Module, batch: Batch) -> Record:
+    """The record of a model that calls its loss by itself; a first pass finds out which."""
+    with LossWatch() as watch:
+        call_model(model, batch)
+    inner = watch.only(model)
+    with Tape(model, inner.criterion) as tape:
+        with LossWatch() as watch:
+            call_model(model, batch)
+        inner.criterion(*watch.only(model).arguments)
+    return tape.record
 
 
 def _shown(batches: Iterable[Batch], data: Any, progress: bool) -> Iterator[Batch]:

@@ -31,7 +31,7 @@ class HessianFree(ObservingOptimizer):
 
     Args:
         model: as for :class:`~gaussnewton.GaussNewton`.
-        criterion: the loss module that the loop calls.
+        criterion: as there.
         params: parameters or groups; by default all that require gradients.
         lr: scales every step.
         weight_decay: η.
@@ -42,6 +42,7 @@ class HessianFree(ObservingOptimizer):
         precondition: with KFRA's damped blocks, which costs their inversion. It helps where
             τ is low, and not where it is high.
         patience: how many steps in a row may be skipped for numbers that are not finite.
+        outputs: as for :class:`~gaussnewton.GaussNewton`.
 
     Example:
         >>> import torch, gaussnewton as gn
@@ -69,7 +70,7 @@ class HessianFree(ObservingOptimizer):
     def __init__(
         self,
         model: nn.Module,
-        criterion: nn.Module,
+        criterion: nn.Module | None = None,
         params: Iterable[Any] | None = None,
         *,
         lr: float = 1.0,
@@ -79,8 +80,10 @@ class HessianFree(ObservingOptimizer):
         warm_start: float = 0.95,
         precondition: bool = False,
         patience: int = 10,
+        outputs: Callable[[Any], Any] | None = None,
     ) -> None:
         settings = {
+            "outputs": outputs,
             "damping": damping,
             "iterations": iterations,
             "warm_start": warm_start,

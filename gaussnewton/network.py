@@ -16,9 +16,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from gaussnewton.chain import check_criterion, refuse_bare_parameters
+from gaussnewton.chain import check_criterion
 from gaussnewton.errors import UnsupportedGraphError
 from gaussnewton.gram import widened
+from gaussnewton.layers.rule import SmallRule
 from gaussnewton.tape import LayerCall, Record
 
 
@@ -33,8 +34,11 @@ class Network:
 
     Attributes:
         record: the forward pass.
-        calls: of each trained layer, in the order in which they were made; none for a layer that
-            had no part in this pass, whose curvature is zero.
+        calls: of each group of parameters, in the order in which they were made; none for one
+            that had no part in this pass, whose curvature is zero.
+        loose: groups that are used in other ways than by calls that are understood.
+        data: how many data there are. Each may have several rows of outputs, as where a language
+            model's outputs are flattened for the criterion.
         objection: why it is not a chain.
     """
 
@@ -46,14 +50,22 @@ class Network:
     ) -> None:
         check_criterion(record)
         self.record, self.objection, self.again = record, objection, again
-        reached = self._reached()
+        reached, leaves = self._reached()
+        self.loose = {
+            group.name
+            for group in record.theta
+            if any(id(p) in leaves for p in group.parameters.values())
+        }
         self.calls: dict[str, list[LayerCall]] = {name: [] for name in record.theta.groups}
         for call in record.calls:
             if call.name in self.calls and call.output_edge.node in reached:
-                self._check(call)
                 self.calls[call.name].append(call)
+        self.data = self._count_data()
+        counts = (self.data, record.data)
+        self.loose |= {n for n, calls in self.calls.items() if not _understood(calls, counts)}
+        for name in self.loose:
+            self.calls[name] = []
         self._all = [call for calls in self.calls.values() for call in calls]
-        self._check_tied()
 
     def gradients(
         self, rows: Float[Tensor, "k n d"]
@@ -62,6 +74,47 @@ class Network:
         for call, found in zip(self._all, self._pull(rows), strict=True):
             if found is not None:
                 yield call, widened(found)
+
+    def by_datum(self, roots: Float[Tensor, "rows k d"]) -> Float[Tensor, "n m e"]:
+        """Vectors at rows of the outputs, as vectors at all rows of a datum, zero at the others."""
+        each = self.record.data // self.data
+        if each == 1:
+            return roots
+        grouped = roots.unflatten(0, (self.data, each))
+        apart = torch.zeros(
+            *grouped.shape[:3], each, roots.shape[2], dtype=roots.dtype, device=roots.device
+        )
+        for i in range(each):
+            apart[:, i, :, i] = grouped[:, i]
+        return apart.flatten(3).flatten(1, 2)
+
+    def parameter_gradients(
+        self, rows: Float[Tensor, "k n d"], names: Sequence[str], together: bool
+    ) -> Iterator[tuple[str, Float[Tensor, "m size"]]]:
+        """What vectors at the outputs pull on some groups of parameters, vec column by column.
+
+        Args:
+            rows: the vectors.
+            names: of the groups.
+            together: for all data at once, which is cheap; else datum by datum, which takes a
+                backward pass for each.
+        """
+        outputs, theta = self.record.outputs, self.record.theta
+        named = {key: p for name in names for key, p in theta[name].parameters.items()}
+        v = rows.to(outputs.dtype)
+        if not together:
+            v = torch.diag_embed(v.movedim(1, 2), dim1=1, dim2=2)  # k, n, n, d
+            v = v.flatten(0, 1)
+        found = self._batched_gradients(list(named.values()), v.reshape(-1, *outputs.shape))
+        by_key = {key: g for key, g in zip(named, found, strict=True) if g is not None}
+        for name in names:
+            group = theta[name]
+            parts = [
+                by_key.get(key, p.new_zeros(len(v), p.numel()))
+                for key, p in group.parameters.items()
+            ]
+            joined = torch.cat([part.reshape(len(v), group.rows, -1) for part in parts], dim=2)
+            yield name, widened(joined.mT.flatten(1))
 
     @property
     def trained(self) -> list[str]:
@@ -145,7 +198,11 @@ class Network:
     def _pull(self, rows: Float[Tensor, "k n d"]) -> Sequence[Tensor | None]:
         outputs = self.record.outputs
         v = rows.to(outputs.dtype).reshape(-1, *outputs.shape)
-        ends, starts = [get_gradient_edge(outputs)], [call.output_edge for call in self._all]
+        return self._batched_gradients([call.output_edge for call in self._all], v)
+
+    def _batched_gradients(self, starts: Sequence[Any], v: Tensor) -> Sequence[Tensor | None]:
+        """Gradients of the outputs at some places of the graph, for several vectors at once."""
+        ends = [get_gradient_edge(self.record.outputs)]
         try:
             return torch.autograd.grad(
                 ends, starts, [v], retain_graph=True, is_grads_batched=True, allow_unused=True
@@ -162,8 +219,15 @@ class Network:
                 for each in zip(*found, strict=True)
             ]
 
-    def _reached(self) -> set[Any]:
-        """The outputs' nodes of all calls on the way from the outputs back to the inputs."""
+    def _count_data(self) -> int:
+        rows = self.record.data
+        counts = {call.shape[0] for calls in self.calls.values() for call in calls}
+        least = min(counts, default=rows)
+        flattened = 0 < least < rows and all(count % least == 0 for count in {rows, *counts})
+        return least if flattened else rows
+
+    def _reached(self) -> tuple[set[Any], set[int]]:
+        """What the outputs depend on: calls, by their nodes, and other leaves, by identity."""
         by_node = {call.output_edge.node: call for call in self.record.calls}
         reached: set[Any] = set()
         between: dict[Any, None] = {}
@@ -179,27 +243,8 @@ class Network:
             else:  # what lies inside of a layer is the layer's own business
                 reached.add(node)
                 frontier.extend([call.input_edge.node] if call.input_edge else [])
-        refuse_bare_parameters(list(between), self.record, "the outputs")
-        return reached
-
-    def _check(self, call: LayerCall) -> None:
-        if call.shape[0] != self.record.data:
-            raise UnsupportedGraphError(
-                f"layer '{call.name}' returned {call.shape[0]} rows but the outputs have "
-                f"{self.record.data}: the first dimension must count the data throughout. Keep it, "
-                "e.g. as x.flatten(1) instead of x.flatten(0, 1)."
-            )
-
-    def _check_tied(self) -> None:
-        owners = {id(p): g.name for g in self.record.theta for p in g.parameters.values()}
-        for call in self.record.calls:
-            for p in call.module.parameters(recurse=False):
-                owner = owners.get(id(p), call.name)
-                if owner != call.name:
-                    raise UnsupportedGraphError(
-                        f"layers '{owner}' and '{call.name}' share a parameter. Tied weights are "
-                        "not supported: give each layer parameters of its own."
-                    )
+        leaves = {id(v) for node in between if (v := getattr(node, "variable", None)) is not None}
+        return reached, leaves
 
     @cached_property
     def mixing(self) -> str | None:
@@ -208,13 +253,32 @@ class Network:
         Found by a backward pass, so not before somebody wants to know: rows of zeros must stay
         rows of zeros on their way back, whatever the others hold.
         """
-        n, outputs = self.record.data, self.record.outputs
+        n, outputs = self.data, self.record.outputs
         kept = torch.rand(n, generator=torch.Generator().manual_seed(n)) < 0.5
         if n < 2 or not self._all:
             return None
         kept[0], kept[1] = True, False
-        rows = torch.ones_like(outputs.flatten(1)) * kept.to(outputs)[:, None]
+        kept = kept.to(outputs.device)
+        by_row = kept.repeat_interleave(self.record.data // n)
+        rows = torch.ones_like(outputs.flatten(1)) * by_row[:, None]
         for call, found in zip(self._all, self._pull(rows.unsqueeze(0)), strict=True):
-            if found is not None and bool(found[0][~kept.to(found.device)].any()):
+            mask = {n: kept, self.record.data: by_row}.get(call.shape[0])
+            if found is not None and mask is not None and bool(found[0][~mask].any()):
                 return call.name
         return None
+
+
+def _understood(calls: list[LayerCall], counts: tuple[int, int]) -> bool:
+    """Whether all calls of a group together have a block of one of the known kinds."""
+    if any(isinstance(call.rule, SmallRule) for call in calls):
+        own_rows = all(call.shape[0] in counts for call in calls)
+        return own_rows and all(isinstance(call.rule, SmallRule) for call in calls)
+    if len({call.part is None for call in calls}) > 1:
+        return False
+    several = len({family(call) for call in calls}) > 1
+    return not (several and any(getattr(call.module, "groups", 1) > 1 for call in calls))
+
+
+def family(call: LayerCall) -> tuple[type, int | None]:
+    """Calls of one family add up to one Kronecker product."""
+    return type(call.rule), call.part

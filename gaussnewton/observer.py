@@ -16,17 +16,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from gaussnewton.chain import Chain
 from gaussnewton.compiled import eagerly, is_compiled, original
 from gaussnewton.errors import RecordError, UnsupportedGraphError
 from gaussnewton.hooks import Hook
+from gaussnewton.losses import geometry_of
+from gaussnewton.losses.inside import InnerLoss, LossWatch
 from gaussnewton.model_state import unchanged
 from gaussnewton.parameters import Theta
 from gaussnewton.passage import Passage, passage_of
 from gaussnewton.tape import LayerCall, Record, Tape, recorded_layers
+
+Source = Callable[[Any], Tensor]
+"""From what the model returns to an argument of the criterion."""
 
 
 @dataclass(frozen=True)
@@ -63,23 +68,46 @@ class ForwardPass:
         start: how it began.
         calls: its layers' calls.
         outputs: what it returned, held weakly: a pass that nobody looks at is gone.
+        nodes: where that lies in the graph; only where a user's function is to be found behind it.
         draws: whether random numbers were drawn in it.
     """
 
     start: Start
     calls: list[LayerCall]
     outputs: list[weakref.ref[Any] | None] = field(default_factory=list)
+    nodes: set[Any] = field(default_factory=set)
     draws: bool = False
 
-    def place(self, argument: Any) -> int | None:
-        """Which of its outputs something is."""
-        found = (i for i, ref in enumerate(self.outputs) if ref and ref() is argument)
-        return None if argument is None else next(found, None)
+    def source(self, argument: Any) -> Source | None:
+        """How something comes from what the model returned: one of its tensors, or one reshaped."""
+        if not isinstance(argument, Tensor):
+            return None
+        for i, ref in enumerate(self.outputs):
+            leaf = ref() if ref else None
+            if leaf is argument:
+                return partial(_leaf, i, None)
+            if leaf is not None and _is_reshaped(argument, leaf):
+                return partial(_leaf, i, argument.shape[1:])
+        return None
+
+    def is_behind(self, argument: Any) -> bool:
+        """Whether something was computed from its outputs."""
+        if not isinstance(argument, Tensor) or argument.grad_fn is None:
+            return False
+        frontier, seen = [argument.grad_fn], set()
+        while frontier:
+            node = frontier.pop()
+            if node in self.nodes:
+                return True
+            if node not in seen:
+                seen.add(node)
+                frontier.extend(following for following, _ in node.next_functions if following)
+        return False
 
     @property
     def alive(self) -> bool:
         """Whether any of its outputs is still in use."""
-        return any(ref and ref() is not None for ref in self.outputs)
+        return bool(self.nodes) or any(ref and ref() is not None for ref in self.outputs)
 
 
 @dataclass
@@ -93,7 +121,8 @@ class Observation:
         draws: whether random numbers were drawn in it.
         again: runs it once more, and returns its structure of layers.
         start: how it began.
-        places: for each argument of the criterion, which of the model's outputs it was.
+        sources: for each argument of the criterion, how it comes from what the model returns;
+            None for those that do not.
         factor: ∂(what was differentiated) / ∂loss, e.g. 1/4 in the mean of four batches;
             None until a gradient has come back through the loss.
     """
@@ -101,7 +130,7 @@ class Observation:
     record: Record
     layers: Passage | None
     start: Start
-    places: tuple[int | None, ...]
+    sources: tuple[Source | None, ...]
     draws: bool
     again: Callable[[Observation], Passage]
     factor: Tensor | None = None
@@ -123,10 +152,23 @@ class Observer(Tape):
     """Keeps the observations since the last step.
 
     Silent in evaluation mode, under ``no_grad``, and in copies of the model.
+
+    Args:
+        model: the network.
+        criterion: the loss module; None where the model calls a loss function by itself.
+        outputs: from what the model returns to what the criterion is called with first, if that
+            is not one of the tensors that the model returns.
     """
 
-    def __init__(self, model: nn.Module, criterion: nn.Module) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        criterion: nn.Module | None,
+        outputs: Callable[[Any], Any] | None = None,
+    ) -> None:
         super().__init__(model, criterion)
+        self.outputs = outputs
+        self._watch: LossWatch | None = None
         self.observations: list[Observation] = []
         self._passes: list[ForwardPass] = []
         self._current: ForwardPass | None = None
@@ -143,13 +185,16 @@ class Observer(Tape):
         self._trained = self._trained_now()
         if not self._compiled:
             self._hook_layers(traced=False)
-        self._hook_criterion(traced=False)
+        if self.criterion is not None:
+            self._hook_criterion(traced=False)
         before = Hook(self, self.model, "_before_model", traced=False)
         after = Hook(self, self.model, "_after_model", traced=False)
         self._handles.append(
             self.model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         )
         self._handles.append(self.model.register_forward_hook(after))
+        leave = Hook(self, self.model, "_leave_model", traced=False)
+        self._handles.append(self.model.register_forward_hook(leave, always_call=True))
 
     def take(self) -> list[Observation]:
         """The passes that the present gradient came from; all are forgotten here."""
@@ -187,8 +232,9 @@ class Observer(Tape):
     def _record_again(self, observation: Observation) -> Passage:
         """The structure of a pass whose graph has been freed, or did not show its layers."""
         with self._as_it_began(observation.start), torch.enable_grad():
-            with eagerly(self.model), Tape(original(self.model), self.criterion) as tape:
-                self.criterion(*self._arguments_again(observation))
+            criterion = observation.record.geometry.criterion
+            with eagerly(self.model), Tape(original(self.model), criterion) as tape:
+                criterion(*self._arguments_again(observation))
             return passage_of(tape.record, partial(self._outputs_again, observation))
 
     def _outputs_again(self, observation: Observation, part: slice) -> Tensor:
@@ -200,14 +246,19 @@ class Observer(Tape):
             return argument[part] if mine else argument
 
         bind = observation.record.geometry.bind
+        given = tree_leaves((observation.start.args, observation.start.kwargs))
+        sizes = {len(leaf) for leaf in given if isinstance(leaf, Tensor) and leaf.ndim}
         with self._as_it_began(observation.start), torch.enable_grad():
-            if observation.draws:  # of a part of the data other numbers would be drawn
+            # Of a part of the data other random numbers would be drawn; and where a datum has
+            # several rows of outputs, some of these are not some of the data.
+            if observation.draws or sizes != {data}:
                 return bind(*self._arguments_again(observation))[0][part]
             return bind(*self._arguments_again(observation, cut))[0]
 
     @contextmanager
     def _as_it_began(self, start: Start) -> Iterator[None]:
-        with self.paused(), unchanged(self.model, self.criterion), start.autocast():
+        watched = [part for part in (self.model, self.criterion) if part is not None]
+        with self.paused(), unchanged(*watched), start.autocast():
             torch.set_rng_state(start.random_state)
             with torch.no_grad():
                 for name, buffer in self.model.named_buffers():
@@ -221,11 +272,15 @@ class Observer(Tape):
         """What the criterion would be called with, were the pass run again now."""
         start = observation.start
         args, kwargs = tree_map(cut, (start.args, start.kwargs))
-        outputs = _flat(self.model(*args, **kwargs))
+        if self.criterion is None:
+            with LossWatch() as watch:
+                self.model(*args, **kwargs)
+            return list(watch.only(self.model).arguments)
+        outputs = self.model(*args, **kwargs)
         return [
-            cut(argument) if place is None else outputs[place]
-            for argument, place in zip(
-                observation.record.arguments, observation.places, strict=True
+            cut(argument) if source is None else source(outputs)
+            for argument, source in zip(
+                observation.record.arguments, observation.sources, strict=True
             )
         ]
 
@@ -246,6 +301,9 @@ class Observer(Tape):
         start = Start(args, kwargs, torch.get_rng_state(), buffers, precision)
         self._calls = []
         self._current = ForwardPass(start, self._calls)
+        if self.criterion is None:
+            self._watch = LossWatch()
+            self._watch.__enter__()  # type: ignore[no-untyped-call]
 
     def _after_layer(self, *arguments: Any) -> None:
         if self._current is not None:  # else it is a layer called by itself
@@ -256,11 +314,32 @@ class Observer(Tape):
             self._current.outputs = [
                 weakref.ref(leaf) if isinstance(leaf, Tensor) else None for leaf in _flat(outputs)
             ]
+            if self.outputs is not None:
+                leaves = (leaf for leaf in _flat(outputs) if isinstance(leaf, Tensor))
+                self._current.nodes = {leaf.grad_fn for leaf in leaves} - {None}
             self._current.draws = not torch.equal(
                 torch.get_rng_state(), self._current.start.random_state
             )
             self._passes.append(self._current)
+            if self._watch is not None:
+                self._keep_inner(self._watch.only(self.model), self._current)
         self._current = None
+
+    def _leave_model(self, *_: Any) -> None:
+        """Also where the model has raised an error."""
+        if self._watch is not None:
+            watch, self._watch = self._watch, None
+            watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _keep_inner(self, inner: InnerLoss, found: ForwardPass) -> None:
+        """The record of a model that calls its loss by itself."""
+        geometry = geometry_of(inner.criterion)
+        outputs, targets = geometry.bind(*inner.arguments)
+        geometry.check(outputs, targets)
+        record = Record(
+            self.theta, found.calls, geometry, outputs, targets, inner.arguments, inner.value
+        )
+        self._keep(record, found, tuple(None for _ in inner.arguments))
 
     def _trained_now(self) -> tuple[bool, ...]:
         return tuple(p.requires_grad for p in self.model.parameters())
@@ -272,7 +351,12 @@ class Observer(Tape):
     def _pass_behind(self, arguments: tuple[Any, ...]) -> ForwardPass | None:
         """The pass that returned what the criterion is called with first."""
         first = arguments[0] if arguments else None
-        return next((part for part in self._passes if part.place(first) is not None), None)
+        for part in self._passes:
+            if part.source(first) is not None:
+                return part
+        if self.outputs is None:
+            return None
+        return next((part for part in self._passes if part.is_behind(first)), None)
 
     def _concerns(self, arguments: tuple[Any, ...]) -> bool:
         return self._pass_behind(arguments) is not None
@@ -287,13 +371,22 @@ class Observer(Tape):
     def keep(self, record: Record) -> None:
         found = self._pass_behind(record.arguments)
         assert found is not None
+        self._keep(record, found, self._sources(record.arguments, found))
+
+    def _sources(self, arguments: tuple[Any, ...], found: ForwardPass) -> tuple[Source | None, ...]:
+        if self.outputs is None or found.source(arguments[0]) is not None:
+            return tuple(found.source(argument) for argument in arguments)
+        count = getattr(self.criterion, "outputs", 1)
+        given: list[Source | None] = [partial(_chosen, self.outputs, i) for i in range(count)]
+        return (*given, *(None for _ in arguments[count:]))
+
+    def _keep(self, record: Record, found: ForwardPass, sources: tuple[Source | None, ...]) -> None:
         layers = self._chain(record)
         # The observation is held by a hook of the loss, and so must not hold the loss: a loss that
         # is never differentiated goes away, and its observation with it.
         seen = replace(record, loss=record.loss.detach())
         if layers is not None:
             layers.record = seen
-        places = tuple(found.place(argument) for argument in record.arguments)
         observer = weakref.ref(self)
 
         def again(observation: Observation) -> Passage:
@@ -301,7 +394,7 @@ class Observer(Tape):
             assert mine is not None  # it is the observer's own optimiser that asks
             return mine._record_again(observation)
 
-        observation = Observation(seen, layers, found.start, places, found.draws, again)
+        observation = Observation(seen, layers, found.start, sources, found.draws, again)
 
         def differentiated(gradient: Tensor) -> None:
             mine = observer()
@@ -339,6 +432,29 @@ class Observer(Tape):
 def _remove(handles: list[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
+
+
+def _leaf(i: int, shape: torch.Size | None, outputs: Any) -> Tensor:
+    """One of the tensors that a model returned, or that with other dimensions."""
+    leaf: Tensor = _flat(outputs)[i]
+    return leaf if shape is None else leaf.reshape(-1, *shape)
+
+
+def _chosen(function: Callable[[Any], Any], i: int, outputs: Any) -> Tensor:
+    """What a user's function takes of a model's outputs."""
+    chosen = function(outputs)
+    return chosen[i] if isinstance(chosen, (tuple, list)) else chosen
+
+
+def _is_reshaped(tensor: Tensor, source: Tensor) -> bool:
+    """Whether a tensor is a source's numbers in their order, with other dimensions."""
+    return (
+        tensor.requires_grad
+        and tensor.numel() == source.numel()
+        and tensor.data_ptr() == source.data_ptr()
+        and tensor.is_contiguous()
+        and source.is_contiguous()
+    )
 
 
 def _flat(outputs: Any) -> list[Any]:

@@ -31,7 +31,7 @@ class ObservingOptimizer(Optimizer):
 
     Args:
         model: a network that :func:`~gaussnewton.curvature` can handle.
-        criterion: the loss module that the loop calls.
+        criterion: the loss module that the loop calls; None for a model that calls its loss.
         params: parameters or groups; by default all that require gradients.
         lr: scales every step.
         weight_decay: η.
@@ -42,7 +42,7 @@ class ObservingOptimizer(Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        criterion: nn.Module,
+        criterion: nn.Module | None,
         params: Iterable[Any] | None,
         lr: float,
         weight_decay: float,
@@ -61,12 +61,13 @@ class ObservingOptimizer(Optimizer):
         for key, value in self._settings.items():
             setattr(self, key, value)
         self._check_parameters()
-        self._observer = Observer(self.model, self.criterion)
+        self._observer = Observer(self.model, self.criterion, self.outputs)
         self._diagnostics: dict[str, Any] = {}
         self._watch = Stopwatch(torch.device("cpu"))
 
     model: nn.Module
-    criterion: nn.Module
+    criterion: nn.Module | None
+    outputs: Callable[[Any], Any] | None = None
     patience: int
 
     @abstractmethod
@@ -300,8 +301,9 @@ class ObservingOptimizer(Optimizer):
             raise RecordError(
                 "step() found gradients but no forward pass that made them. Both the model and the "
                 f"very criterion given to {name} must be called as modules, after the optimiser "
-                "was made, and the criterion must get what the model returns as it is: put a "
-                "squeeze or a cast into the model, or into the criterion as gn.Loss(fn)."
+                "was made. What the criterion gets must be what the model returns, or those "
+                f"numbers with other dimensions; for anything else give {name} the function that "
+                "makes it, outputs=lambda returned: …."
             )
 
     def _check_parameters(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,10 @@ from gaussnewton.blocks import Block, Inverse, Inversion
 from gaussnewton.compiled import original
 from gaussnewton.errors import FactorisationError, NonFiniteError
 from gaussnewton.estimators import ESTIMATORS, KFAC, BlockHessian, Estimator, choose, estimator_of
-from gaussnewton.estimators.shared import empty_block
+from gaussnewton.expectation import expected_blocks
 from gaussnewton.guarding import GuardedOptimizer
 from gaussnewton.observer import Observation
 from gaussnewton.observing import Matrices, inner
-from gaussnewton.parameters import Group
 from gaussnewton.progress import Progress
 from gaussnewton.proposal import Proposal, Shift, calibrated, plain, squared
 from gaussnewton.quadratic import gauss_newton_gram
@@ -35,7 +34,8 @@ class GaussNewton(GuardedOptimizer):
     Args:
         model: a network that :func:`~gaussnewton.curvature` can handle.
         criterion: the loss module that the loop calls. Wrap a plain function once:
-            ``criterion = gn.Loss(fn)``.
+            ``criterion = gn.Loss(fn)``. None for a model that returns its loss: the one loss
+            function of torch that it calls is then found inside.
         params: parameters or parameter groups to train, as for any optimiser; by default
             all that require gradients.
         lr: scales every step. 1 is the step of the quadratic model; schedulers may lower it.
@@ -48,6 +48,9 @@ class GaussNewton(GuardedOptimizer):
         step_size: how far to go.
         refresh: how often curvature is estimated and inverted.
         guard: what to do when something goes wrong.
+        outputs: where the loop calls the criterion on something else than one of the tensors that
+            the model returns, the function that makes it of them, as
+            ``lambda returned: returned.logits[:, :-1]``.
 
     Example:
         >>> import torch, gaussnewton as gn
@@ -70,7 +73,7 @@ class GaussNewton(GuardedOptimizer):
     def __init__(
         self,
         model: nn.Module,
-        criterion: nn.Module,
+        criterion: nn.Module | None = None,
         params: Iterable[Any] | None = None,
         *,
         lr: float = 1.0,
@@ -81,8 +84,10 @@ class GaussNewton(GuardedOptimizer):
         step_size: StepSize = StepSize(),  # noqa: B008
         refresh: Refresh = Refresh(),  # noqa: B008
         guard: Guard = Guard(),  # noqa: B008
+        outputs: Callable[[Any], Any] | None = None,
     ) -> None:
         settings = {
+            "outputs": outputs,
             "curvature": curvature,
             "inversion": inversion,
             "damping": damping,
@@ -153,15 +158,15 @@ class GaussNewton(GuardedOptimizer):
             if not self._blocks():
                 raise
             return False
-        for name, block in fresh.items():
-            store(self._layer_state(name), block, self.refresh.decay)
+        for group in self._observer.theta:
+            store(self._layer_state(group.name), group, fresh[group.name], self.refresh.decay)
         return True
 
     def _blocks(self) -> dict[str, Block]:
         """The running blocks; none if a layer has none, or has changed its shape."""
         blocks = {}
         for group in self._observer.theta:
-            block = stored(self._layer_state(group.name), self._empty_block(group, "meta"))
+            block = stored(self._layer_state(group.name), group)
             if block is None:
                 return {}
             blocks[group.name] = block
@@ -260,11 +265,13 @@ class GaussNewton(GuardedOptimizer):
 
     def _prime(self) -> None:
         super()._prime()
+        expected = expected_blocks(original(self.model), self._observer.theta)
         for group in self._observer.theta:
             state, like = self._layer_state(group.name), next(iter(group.parameters.values()))
-            for key, zeros in self._empty_block(group).numbers().items():
-                state.setdefault(key, zeros)
-            state.setdefault("estimates", 0)
+            if "estimates" not in state:
+                for key, part in expected[group.name].block.numbers().items():
+                    state[key] = torch.zeros_like(part, device=like.device)
+                state["estimates"] = 0
             if self.step_size.calibrate:
                 empty = like.new_full((), math.nan, dtype=torch.float64)
                 state.setdefault("log_scale", empty)
@@ -402,20 +409,18 @@ class GaussNewton(GuardedOptimizer):
         if estimator is None and self.curvature != "auto":
             estimator = estimator_of(self.curvature)
         method = "chosen at the first step" if estimator is None else type(estimator).__name__
+        expected = expected_blocks(original(self.model), self._observer.theta)
         rows = [
             [
                 group.name or "(model)",
                 f"{group.rows} x {group.columns}",
-                self._empty_block(group, "meta").kind,
+                expected[group.name].block.kind,
                 method,
             ]
             for group in self._observer.theta
         ]
         table = tabulate(rows, ["layer", "[W | b]", "block", "curvature"], disable_numparse=True)
         return f"{table}\ncurvature: {reason}; inversion: {self.inversion}"
-
-    def _empty_block(self, group: Group, device: str | None = None) -> Block:
-        return empty_block(original(self.model).get_submodule(group.name), group, device)
 
     # torch.optim.Optimizer
 

@@ -6,7 +6,8 @@ The paper stacks the weight matrices column by column,
 
 with the bias absorbed as the last column of each :math:`W_λ`. This file says how the
 parameters of a :class:`torch.nn.Module` form that vector: one :class:`Group` for each
-module that owns trainable parameters, in the order of ``model.named_modules()``.
+module that owns trainable parameters, in the order of ``model.named_modules()``. A module that
+owns several matrices, as a recurrent one does, has a group for each.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.parameter import UninitializedParameter
 
 from gaussnewton.errors import NoTrainableParametersError, UnsupportedLayerError
@@ -24,28 +26,44 @@ from gaussnewton.errors import NoTrainableParametersError, UnsupportedLayerError
 
 @dataclass(frozen=True)
 class Group:
-    """The trainable parameters of one module, seen as one matrix ``[W | b]``.
+    """Trainable parameters of one module, seen as one matrix ``[W | b]``.
 
     A weight with two or more dimensions gives the rows (its first dimension) and a bias
     of that length is the last column; a bias alone is the only column. Parameters of any
     other shape are laid end to end in a single row.
+
+    Attributes:
+        name: the module's qualified name; for one of several groups of a module, or one without a
+            weight or bias, that of its first parameter.
+        parameters: by qualified name.
+        rows: of the matrix.
+        columns: of the matrix.
+        module: the qualified name of the module that owns them.
     """
 
     name: str
     parameters: Mapping[str, nn.Parameter]
     rows: int
     columns: int
+    module: str
 
     @classmethod
-    def of(cls, name: str, parameters: Mapping[str, nn.Parameter]) -> Group:
-        """Group a module's parameters, given by qualified name."""
+    def of(
+        cls, name: str, parameters: Mapping[str, nn.Parameter], module: str | None = None
+    ) -> Group:
+        """Group parameters of a module, given by qualified name; by default that of the group."""
         # Weight before bias, whichever was registered first (pruning, for one, swaps them).
         parameters = dict(sorted(parameters.items(), key=lambda item: item[1].ndim < 2))
         first, *rest = parameters.values()
         is_matrix = len(rest) <= 1 and all(p.shape == first.shape[:1] for p in rest)
         rows = first.shape[0] if is_matrix and (first.ndim >= 2 or not rest) and first.ndim else 1
         columns = sum(p.numel() for p in parameters.values()) // rows
-        return cls(name, parameters, rows, columns)
+        return cls(name, parameters, rows, columns, name if module is None else module)
+
+    @property
+    def part(self) -> str:
+        """Its first parameter's name inside of the module."""
+        return next(iter(self.parameters)).rpartition(".")[2]
 
     @property
     def size(self) -> int:
@@ -95,8 +113,8 @@ class Theta:
                     "shape yet. Call the model once before asking for curvature."
                 )
             seen.update(id(p) for p in own.values())
-            if own:
-                self.groups[name] = Group.of(name, own)
+            for group in _groups_of(name, module, own):
+                self.groups[group.name] = group
         if not self.groups:
             raise NoTrainableParametersError(
                 f"{type(model).__name__} has no parameter with requires_grad=True, so there is "
@@ -149,3 +167,32 @@ class Theta:
     def join(self, matrices: Mapping[str, Tensor]) -> Float[Tensor, " p"]:
         """Stack one matrix a group into a vector; the inverse of :meth:`matrices`."""
         return torch.cat([matrices[group.name].T.reshape(-1) for group in self])
+
+
+def _groups_of(name: str, module: nn.Module, own: Mapping[str, nn.Parameter]) -> Iterator[Group]:
+    """The matrices that a module's own trainable parameters form."""
+    parts = _matrices(module, own)
+    for part in parts:
+        first = next(iter(part))
+        ordinary = first.rpartition(".")[2] in ("weight", "bias")
+        yield Group.of(name if len(parts) == 1 and ordinary else first, part, name)
+
+
+def _matrices(module: nn.Module, own: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
+    """Weight and bias of an ordinary layer together; of others, those that belong together.
+
+    A bias belongs to a weight that is called like it, as ``bias_ih_l0`` to ``weight_ih_l0``, if it
+    has an entry for each of its rows.
+    """
+    result: dict[str, dict[str, nn.Parameter]] = {}
+    weights = {key: p for key, p in own.items() if "weight" in key.rpartition(".")[2]}
+    for key, weight in weights.items():
+        before, _, name = key.rpartition(".")
+        bias_key = f"{before}.{name.replace('weight', 'bias')}".lstrip(".")
+        bias = own.get(bias_key)
+        fits = bias is not None and bias.shape == weight.shape[:1] and weight.ndim > 0
+        # The rows of a transposed convolution's weight are its inputs, even if there are as many.
+        joined = fits and not isinstance(module, _ConvTransposeNd)
+        result[key] = {key: weight} | ({bias_key: bias} if joined and bias is not None else {})
+    taken = {key for part in result.values() for key in part}
+    return [*result.values(), *({key: p} for key, p in own.items() if key not in taken)]

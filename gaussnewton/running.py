@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from gaussnewton.blocks import Block, Inverse, Inversion
+from gaussnewton.blocks.joining import NUMBERS, block_of, merged
 from gaussnewton.errors import FactorisationError
 from gaussnewton.estimators import Estimator
 from gaussnewton.observer import Observation
+from gaussnewton.parameters import Group
 from gaussnewton.progress import Progress
 
 
@@ -21,39 +23,39 @@ def blocks_of(observations: Sequence[Observation], estimator: Estimator) -> dict
         factor, count = float(observation.factor), observation.record.data
         for name, block in estimator.of(observation.passage).items():
             if name in result:
-                result[name] = result[name].merge(block, (data, count), (1.0, factor))
+                result[name] = merged(result[name], block, (data, count), (1.0, factor))
             else:
                 result[name] = block.scaled(factor)
         data += count
     return result
 
 
-def stored(state: dict[str, Any], like: Block) -> Block | None:
-    """The running block of a layer's state, if there is one of this kind and size."""
-    wanted = like.numbers()
-    if not state.get("estimates") or not wanted.keys() <= state.keys():
+def stored(state: dict[str, Any], group: Group) -> Block | None:
+    """The running block in a layer's state, if there is one and it fits the layer's matrix."""
+    if "estimates" not in state:
         return None
-    if any(state[key].shape != part.shape for key, part in wanted.items()):
-        return None
-    return like.with_numbers({key: state[key] for key in wanted})
+    return block_of(state, group.rows, group.columns)
 
 
-def store(state: dict[str, Any], fresh: Block, decay: float) -> None:
+def store(state: dict[str, Any], group: Group, fresh: Block, decay: float) -> None:
     """Average a fresh block into the running one, which is a plain mean at first.
 
     A layer that had no part in a pass keeps what it had.
 
     Args:
         state: a layer's state, where the block and the count of estimates are kept.
+        group: the layer's parameters.
         fresh: the estimate of now.
         decay: the weight of the past, once there is enough of it.
     """
-    past, count = stored(state, fresh), 1
+    past, count = stored(state, group), 1
     if past is not None and not bool(fresh.trace()):
         return
-    if past is not None and bool(past.trace()):
+    if past is not None and type(past) is type(fresh) and bool(past.trace()):
         count = state["estimates"] + 1
         fresh = past.average(fresh, min(decay, 1 - 1 / count))
+    for key in NUMBERS & state.keys():
+        del state[key]
     state.update(fresh.numbers(), estimates=count)
 
 

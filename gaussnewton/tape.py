@@ -7,8 +7,8 @@ because an in-place activation overwrites the output tensor right after.
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,26 +18,40 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from gaussnewton.compiled import eagerly
-from gaussnewton.errors import RecordError, UnsupportedLayerError
+from gaussnewton.errors import RecordError
 from gaussnewton.gram import widened
 from gaussnewton.hooks import Hook
-from gaussnewton.layers.rule import LayerRule, rule_for, supported_layers
+from gaussnewton.layers.rule import LayerRule, rule_for
 from gaussnewton.losses import Geometry, geometry_of
-from gaussnewton.parameters import Theta
+from gaussnewton.parameters import Group, Theta
+from gaussnewton.uses import BareRule, ParameterUses, Use
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of one layer."""
+    """One call of one layer, or another use of a group of parameters.
+
+    Attributes:
+        name: of the group of parameters; of a layer without trainable ones, its own.
+        module: the layer, or what stands for one.
+        rule: what it means to curvature.
+        input: what it was called on.
+        input_edge: where that lies in the graph.
+        output_edge: where the output lies in the graph.
+        shape: of the output.
+        version: how often the input had been changed in place.
+        part: which of several matrices, one below the other, if the group is that.
+    """
 
     name: str
-    module: nn.Module
+    module: Any
     rule: LayerRule
     input: Tensor
     input_edge: GradientEdge | None
     output_edge: GradientEdge
     shape: torch.Size
     version: int
+    part: int | None = None
 
     @property
     def width(self) -> int:
@@ -65,7 +79,6 @@ class Record:
     targets: Any
     arguments: tuple[Any, ...]
     loss: Tensor
-    modules: Mapping[str, nn.Module]
 
     @property
     def data(self) -> int:
@@ -103,14 +116,20 @@ class Tape:
         (torch.Size([4, 4]), torch.Size([2, 2]))
     """
 
-    def __init__(self, model: nn.Module, criterion: nn.Module) -> None:
+    def __init__(self, model: nn.Module, criterion: nn.Module | None) -> None:
         self.model, self.criterion = model, criterion
-        self.geometry = geometry_of(criterion)
+        self._geometry = None if criterion is None else geometry_of(criterion)
         self.theta = Theta(model)
         self._layers = recorded_layers(model, self.theta)
         self._handles: list[RemovableHandle] = []
         self._calls: list[LayerCall] = []
         self._record: Record | None = None
+
+    @property
+    def geometry(self) -> Geometry:
+        """Of the criterion."""
+        assert self._geometry is not None  # else no call of it can have been seen
+        return self._geometry
 
     @property
     def record(self) -> Record:
@@ -128,20 +147,41 @@ class Tape:
         self._eagerly.__enter__()
         self._hook_layers(traced=True)
         self._hook_criterion(traced=True)
+        self._watch_uses()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._uses.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._remove_hooks()
         self._eagerly.__exit__(None, None, None)
 
     def _hook_layers(self, traced: bool) -> None:
-        for name, module, rule in self._layers:
+        for layer in self._layers:
             # First in line, so that what other hooks do to the output lies behind the layer.
-            hook = Hook(self, module, "_after_layer", name, rule, traced=traced)
-            self._handles.append(module.register_forward_hook(hook, with_kwargs=True, prepend=True))
+            hook = Hook(self, layer.module, "_after_layer", layer, traced=traced)
+            self._handles.append(
+                layer.module.register_forward_hook(hook, with_kwargs=True, prepend=True)
+            )
+
+    def _watch_uses(self) -> None:
+        """See parameters that are used outside of the calls of layers."""
+        self._uses = ParameterUses(self.theta, self._note_use)
+        for module in dict.fromkeys(layer.module for layer in self._layers):
+            begin = Hook(self, module, "_begin_layer")
+            end = Hook(self, module, "_end_layer")
+            self._handles.append(module.register_forward_pre_hook(begin))
+            self._handles.append(module.register_forward_hook(end, prepend=True))
+        self._uses.__enter__()  # type: ignore[no-untyped-call]
+
+    def _begin_layer(self, *_: Any) -> None:
+        self._uses.depth += 1
+
+    def _end_layer(self, *_: Any) -> None:
+        self._uses.depth -= 1
 
     def _hook_criterion(self, traced: bool) -> None:
         criterion = self.criterion
+        assert criterion is not None
         before = Hook(self, criterion, "_before_criterion", traced=traced)
         after = Hook(self, criterion, "_after_criterion", traced=traced)
         self._handles.append(criterion.register_forward_pre_hook(before, with_kwargs=True))
@@ -162,26 +202,34 @@ class Tape:
 
     def _after_layer(
         self,
-        name: str,
-        rule: LayerRule,
+        layer: Layer,
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        output: Tensor,
+        output: Any,
     ) -> None:
-        if not (self.listening() and output.requires_grad):
+        if not (self.listening() and isinstance(output, Tensor) and output.requires_grad):
             return
-        input = args[0] if args else kwargs["input"]
+        if layer.rule.accepts(module, args, kwargs):
+            input = args[0] if args else kwargs["input"]
+            self._note_use(Use(layer.name, layer.seen, layer.rule, input, output))
+
+    def _note_use(self, use: Use) -> None:
+        if not (self.listening() and use.output.requires_grad):
+            return
+        input, bare = use.input, isinstance(use.rule, BareRule)
         self._calls.append(
             LayerCall(
-                name=name,
-                module=module,
-                rule=rule,
+                name=use.group,
+                module=use.module,
+                rule=use.rule,
                 input=input.detach(),
-                input_edge=get_gradient_edge(input) if input.requires_grad else None,
-                output_edge=get_gradient_edge(output),
-                shape=output.shape,
+                # A bare parameter is no input: what made it is the parameter itself.
+                input_edge=get_gradient_edge(input) if input.requires_grad and not bare else None,
+                output_edge=get_gradient_edge(use.output),
+                shape=use.output.shape,
                 version=input._version,
+                part=use.part,
             )
         )
 
@@ -202,10 +250,7 @@ class Tape:
         calls = self._calls_behind(arguments)
         if not outputs.requires_grad or calls is None:
             return self._unrelated()
-        modules = {name: module for name, module, _ in self._layers}
-        self.keep(
-            Record(self.theta, calls, self.geometry, outputs, targets, arguments, loss, modules)
-        )
+        self.keep(Record(self.theta, calls, self.geometry, outputs, targets, arguments, loss))
         return None
 
     def _concerns(self, arguments: tuple[Any, ...]) -> bool:  # noqa: ARG002
@@ -229,22 +274,54 @@ class Tape:
         """What the criterion was called with, in order."""
         if not kwargs:
             return args
+        assert self.criterion is not None
         return inspect.signature(self.criterion.forward).bind_partial(*args, **kwargs).args
 
 
-def recorded_layers(model: nn.Module, theta: Theta) -> list[tuple[str, nn.Module, LayerRule]]:
-    """The modules to record: all that have a rule; every trained one must have."""
+@dataclass(frozen=True)
+class Layer:
+    """A layer whose calls are recorded.
+
+    Attributes:
+        name: the group of parameters that its calls use; its own name if it trains none.
+        module: the layer.
+        seen: the same, with the parameters of other groups taken for frozen ones.
+        rule: what it means to curvature.
+    """
+
+    name: str
+    module: nn.Module
+    seen: nn.Module
+    rule: LayerRule
+
+
+def recorded_layers(model: nn.Module, theta: Theta) -> list[Layer]:
+    """The modules to record: all that have a rule, once for each group whose parameters they use.
+
+    Tied weights belong to the first layer that has them, so the calls of the others count for
+    that one's group.
+    """
+    owner = {id(p): group for group in theta for p in group.parameters.values()}
     layers = []
     for name, module in model.named_modules():
-        rule = rule_for(module)
-        if rule is not None:
-            layers.append((name, module, rule))
-        elif name in theta.groups:
-            own = ", ".join(theta[name].parameters)
-            raise UnsupportedLayerError(
-                f"layer '{name or type(model).__name__}' of type {type(module).__name__} has "
-                f"trainable parameters ({own}) and no curvature rule. Supported layers: "
-                f"{', '.join(supported_layers())}. Freeze it with requires_grad_(False) to leave "
-                "it out of the curvature, or register a rule with gn.layers.register_layer."
-            )
+        own = dict(module.named_parameters(recurse=False))
+        parts = {owner[id(p)].name: key for key, p in reversed(own.items()) if id(p) in owner}
+        for group, part in parts.items() or [(name, "")]:
+            rule = rule_for(module, part)
+            if rule is not None:
+                seen = _seen(module, theta[group]) if parts else module
+                layers.append(Layer(group, module, seen, rule))
     return layers
+
+
+def _seen(module: nn.Module, group: Group) -> nn.Module:
+    mine = {id(p) for p in group.parameters.values()}
+    own = module._parameters
+    if all(p is None or id(p) in mine or not p.requires_grad for p in own.values()):
+        return module
+    seen = copy.copy(module)
+    seen.__dict__["_parameters"] = {
+        key: p if p is None or id(p) in mine else nn.Parameter(p.detach(), requires_grad=False)
+        for key, p in own.items()
+    }
+    return seen

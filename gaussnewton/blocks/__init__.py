@@ -5,6 +5,7 @@ from gaussnewton.blocks.curvature import Curvature
 from gaussnewton.blocks.dense import DenseBlock
 from gaussnewton.blocks.diagonal import DiagonalBlock
 from gaussnewton.blocks.grouped import GroupedBlock
+from gaussnewton.blocks.joining import ZeroBlock
 from gaussnewton.blocks.kronecker import KroneckerBlock
 from gaussnewton.blocks.scaled import ScaledBlock
 
@@ -18,4 +19,5 @@ __all__ = [
     "Inversion",
     "KroneckerBlock",
     "ScaledBlock",
+    "ZeroBlock",
 ]

@@ -13,6 +13,7 @@ from gaussnewton.blocks.base import Block, Inversion
 from gaussnewton.blocks.dense import DenseBlock
 from gaussnewton.blocks.diagonal import DiagonalBlock
 from gaussnewton.blocks.grouped import GroupedBlock
+from gaussnewton.blocks.joining import ZeroBlock, averaged, merged
 from gaussnewton.blocks.kronecker import KroneckerBlock
 from gaussnewton.blocks.scaled import ScaledBlock
 from gaussnewton.parameters import Theta
@@ -107,7 +108,7 @@ class Curvature(Mapping[str, Block]):
     def average(self, newer: Curvature, decay: float = 0.9) -> Curvature:
         """The running average decay · self + (1 − decay) · newer (section 5)."""
         self._check_alike(newer)
-        blocks = {name: block.average(newer[name], decay) for name, block in self.items()}
+        blocks = {name: averaged(block, newer[name], decay) for name, block in self.items()}
         return Curvature(blocks, self.theta, data=newer.data, weight=newer.weight)
 
     def merge(self, other: Curvature) -> Curvature:
@@ -118,7 +119,7 @@ class Curvature(Mapping[str, Block]):
             weight = self.weight + other.weight
             shares = (self.weight / weight, other.weight / weight) if weight else (0.5, 0.5)
         data = (self.data, other.data)
-        blocks = {name: block.merge(other[name], data, shares) for name, block in self.items()}
+        blocks = {name: merged(block, other[name], data, shares) for name, block in self.items()}
         return Curvature(blocks, self.theta, data=sum(data), weight=weight)
 
     def state_dict(self) -> dict[str, Any]:
@@ -146,7 +147,8 @@ class Curvature(Mapping[str, Block]):
     def _check_alike(self, other: Curvature) -> None:
         for name in self.blocks.keys() | other.blocks.keys():
             a, b = self.blocks.get(name), other.blocks.get(name)
-            fits = a is not None and b is not None and type(a) is type(b)
+            either_zero = isinstance(a, ZeroBlock) or isinstance(b, ZeroBlock)
+            fits = a is not None and b is not None and (type(a) is type(b) or either_zero)
             if not fits or (a.rows, a.columns) != (b.rows, b.columns):  # type: ignore[union-attr]
                 raise ValueError(
                     f"the two curvatures differ at layer '{name}': they must be of one model and "
@@ -191,5 +193,6 @@ def load_block(state: Mapping[str, Any]) -> Block:
         "dense": DenseBlock,
         "diagonal": DiagonalBlock,
         "scaled": ScaledBlock,
+        "zero": ZeroBlock,
     }
     return kinds[state["type"]](**{key: value for key, value in state.items() if key != "type"})

@@ -87,7 +87,8 @@ class KFAC(Estimator):
         return kronecker_blocks(chain, summed_recursion(chain, start, self.workspace))
 
     def estimate_network(self, network: Network) -> dict[str, Block]:
-        return shared_blocks(network, self._scores(network.record), self.sharing, self.workspace)
+        scores = self._scores(network.record)
+        return shared_blocks(network, scores, self.sharing, self.workspace, independent=True)
 
     def _scores(self, record: Record) -> Float[Tensor, "n s d"]:
         outputs, targets = record.wide

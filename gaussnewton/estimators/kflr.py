@@ -52,4 +52,4 @@ class KFLR(Estimator):
     def estimate_network(self, network: Network) -> dict[str, Block]:
         network.refuse_mixed("KFLR")
         roots = network.record.geometry.hessian(*network.record.wide).roots().rows
-        return shared_blocks(network, roots, self.sharing, self.workspace)
+        return shared_blocks(network, network.by_datum(roots), self.sharing, self.workspace)

@@ -5,8 +5,9 @@ a chain also how a matrix at its outputs is carried to its inputs. :func:`rule_f
 of a module.
 """
 
+from gaussnewton.layers.activation import PReLURule
 from gaussnewton.layers.convolution import ConvolutionRule
-from gaussnewton.layers.embedding import EmbeddingRule
+from gaussnewton.layers.embedding import EmbeddingBagRule, EmbeddingRule
 from gaussnewton.layers.linear import LinearRule
 from gaussnewton.layers.normalisation import NormalisationRule
 from gaussnewton.layers.rule import (
@@ -18,17 +19,22 @@ from gaussnewton.layers.rule import (
     register_layer,
     rule_for,
 )
+from gaussnewton.layers.transposed import OutputBiasRule, TransposedConvolutionRule
 
 __all__ = [
     "ChainRule",
     "ConvolutionRule",
+    "EmbeddingBagRule",
     "EmbeddingRule",
     "LayerRule",
     "LinearRule",
     "MatrixRule",
     "NormalisationRule",
+    "OutputBiasRule",
+    "PReLURule",
     "SmallRule",
     "TableRule",
+    "TransposedConvolutionRule",
     "register_layer",
     "rule_for",
 ]

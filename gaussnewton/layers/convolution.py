@@ -44,7 +44,7 @@ class ConvolutionRule(MatrixRule):
         return by_group.permute(0, 1, 4, 2, 3)
 
 
-def patches(module: Convolution, input: Tensor) -> Float[Tensor, "n r groups patch"]:
+def patches(module: Any, input: Tensor) -> Float[Tensor, "n r groups patch"]:
     """The patch of the padded input that each output pixel sees, in the order of the weight.
 
     Example:
@@ -66,7 +66,7 @@ def patches(module: Convolution, input: Tensor) -> Float[Tensor, "n r groups pat
     return x.permute(0, 3, 1, 2, 4).flatten(3)
 
 
-def _padded(module: Convolution, input: Tensor) -> Tensor:
+def _padded(module: Any, input: Tensor) -> Tensor:
     # Pairs of the amounts before and after, the last dimension first, as F.pad wants them.
     amounts: list[int] = list(module._reversed_padding_repeated_twice)
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -17,6 +17,10 @@ class LayerRule(ABC):  # noqa: B024
 
     def fits(self, module: Any) -> bool:  # noqa: ARG002
         """Whether the module is an ordinary one of its type, e.g. not reparametrised."""
+        return True
+
+    def accepts(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG002
+        """Whether it speaks for a call with these arguments."""
         return True
 
 
@@ -53,7 +57,13 @@ class MatrixRule(LayerRule):
     A layer may use its matrix at several positions of one datum: a convolution at every pixel, a
     linear layer at every step of a sequence. It may be several matrices side by side, as a
     convolution with groups is; each then has rows of its own.
+
+    Attributes:
+        transposed: whether the parameter holds the transposed matrix: its rows then belong to the
+            vectors a, and its columns to the outputs.
     """
+
+    transposed: ClassVar[bool] = False
 
     @abstractmethod
     def positions(self, module: Any, input: Tensor) -> Float[Tensor, "n r groups columns"]:
@@ -111,28 +121,44 @@ class ChainRule(MatrixRule):
         """W r: tangents at the inputs, carried to the outputs."""
 
 
-_RULES: dict[type[nn.Module], LayerRule] = {}
+_RULES: dict[tuple[type[nn.Module], str], LayerRule] = {}
 
 
-def register_layer(module: type[nn.Module]) -> Callable[[type[LayerRule]], type[LayerRule]]:
-    """Class decorator: this rule speaks for modules of that type."""
+def register_layer(
+    module: type[nn.Module], part: str = ""
+) -> Callable[[type[LayerRule]], type[LayerRule]]:
+    """Class decorator: this rule speaks for modules of that type.
+
+    Args:
+        module: the type.
+        part: where a module's parameters do not form one matrix, the parameter that the rule is
+            about.
+    """
 
     def add(rule: type[LayerRule]) -> type[LayerRule]:
-        _RULES[module] = rule()
+        _RULES[module, part] = rule()
         return rule
 
     return add
 
 
-def rule_for(module: nn.Module) -> LayerRule | None:
-    """The rule of a module's type; of a base type if the forward is the same; or None."""
+def rule_for(module: nn.Module, part: str = "") -> LayerRule | None:
+    """The rule of a module's type, or of a base type if the forward is the same; or None.
+
+    Args:
+        module: the layer.
+        part: the name of the first of the parameters that are meant; it matters only where they
+            do not form one matrix.
+    """
     for base in type(module).__mro__:
-        if base in _RULES:
-            plain = type(module).forward is base.forward and "forward" not in vars(module)
-            return _RULES[base] if plain and _RULES[base].fits(module) else None
+        rule = _RULES.get((base, "")) or _RULES.get((base, part))
+        if rule is not None:
+            own = "forward" in vars(module)
+            plain = type(module).forward is getattr(base, "forward", None) and not own
+            return rule if plain and rule.fits(module) else None
     return None
 
 
 def supported_layers() -> list[str]:
     """The names of the layer types that have a rule."""
-    return sorted(module.__name__ for module in _RULES)
+    return sorted({module.__name__ for module, _ in _RULES})

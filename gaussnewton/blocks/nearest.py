@@ -1,0 +1,60 @@
+"""The Kronecker product nearest to a sum of some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from gaussnewton.blocks.base import Block
+from gaussnewton.blocks.kronecker import KroneckerBlock
+from gaussnewton.blocks.scaled import ScaledBlock
+
+
+def nearest_kronecker(blocks: Sequence[Block]) -> KroneckerBlock:
+    r"""The C ⊗ R that is nearest to Σ_u C_u ⊗ R_u in the Frobenius norm.
+
+    Rearranged, the sum is the matrix :math:`\sum_u vec(C_u) vec(R_u)^T`, and the nearest Kronecker
+    product its leading singular pair (Van Loan and Pitsianis 1993). That lies in the span of the
+    terms, so only their inner products :math:`A_{uv} = ⟨C_u, C_v⟩`, :math:`B_{uv} = ⟨R_u, R_v⟩` are
+    needed: C = Σ α_u C_u with α the leading eigenvector of B A, and R = Σ_u R_u (A α)_u / αᵀAα. For
+    PSD terms these are not negative, hence nor is α, and the result is PSD.
+
+    Example:
+        >>> import torch, gaussnewton as gn
+        >>> from gaussnewton.blocks.nearest import nearest_kronecker
+        >>> one = gn.KroneckerBlock(Q=2 * torch.eye(2), G=torch.eye(3))
+        >>> torch.allclose(nearest_kronecker([one, one]).dense(), 4 * torch.eye(6))
+        True
+    """
+    pairs = [_factors(block) for block in blocks]
+    Cs, Rs = ([pair[i] for pair in pairs] for i in (0, 1))
+    A, B = _inner_products(Cs), _inner_products(Rs)
+    alpha = _leading(B @ A)
+    weights = A @ alpha / (alpha @ A @ alpha).clamp(min=torch.finfo(A.dtype).tiny)
+    return KroneckerBlock(Q=_combined(alpha, Cs), G=_combined(weights, Rs))
+
+
+def _factors(block: Block) -> tuple[Float[Tensor, "c c"], Float[Tensor, "r r"]]:
+    if isinstance(block, ScaledBlock):
+        return block.M, torch.diag(block.f)
+    assert isinstance(block, KroneckerBlock)
+    return block.Q, block.G
+
+
+def _inner_products(matrices: Sequence[Tensor]) -> Float[Tensor, "m m"]:
+    flat = torch.stack([matrix.reshape(-1) for matrix in matrices])
+    return (flat @ flat.T).double()
+
+
+def _leading(M: Float[Tensor, "m m"]) -> Float[Tensor, " m"]:
+    """The leading eigenvector of a matrix without negative entries, which has none either."""
+    values, vectors = torch.linalg.eig(M)
+    return vectors[:, values.real.argmax()].real.abs()
+
+
+def _combined(weights: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+    terms = [w.to(m.dtype) * m for w, m in zip(weights, matrices, strict=True)]
+    return torch.stack(terms).sum(0)
