@@ -34,6 +34,28 @@ def gram(
     return symmetric_product(rows, rows, scale, out)
 
 
+def bordered_gram(
+    rows: Float[Tensor, "n d"], scale: float = 1.0
+) -> Float[Tensor, "d+1 d+1"]:
+    """The Gram matrix of rows X with a 1 at the end of each, without writing them again.
+
+    Example:
+        >>> import torch
+        >>> from gaussnewton.gram import bordered_gram, gram
+        >>> x = torch.randn(5, 3, dtype=torch.float64)
+        >>> torch.allclose(bordered_gram(x), gram(torch.cat([x, torch.ones_like(x[:, :1])], 1)))
+        True
+    """
+    rows = widened(rows)
+    n, d = rows.shape
+    result = rows.new_empty(d + 1, d + 1)
+    gram(rows, scale, out=result[:-1, :-1])
+    # faster than a sum over rows
+    result[-1, :-1] = result[:-1, -1] = torch.mv(rows.T, rows.new_full((n,), scale))
+    result[-1, -1] = n * scale
+    return result
+
+
 def symmetric_product(
     left: Float[Tensor, "n d"],
     right: Float[Tensor, "n d"],

@@ -16,10 +16,15 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from gaussnewton.apart import keeps_apart
 from gaussnewton.chain import check_criterion, refuse_bare_parameters
 from gaussnewton.errors import UnsupportedGraphError
 from gaussnewton.gram import widened
+from gaussnewton.layers import MatrixRule
 from gaussnewton.tape import LayerCall, Record
+
+NEAR = 16 * 2**20
+"""Bytes that a processor has near at hand."""
 
 
 class Network:
@@ -62,6 +67,20 @@ class Network:
         for call, found in zip(self._all, self._pull(rows), strict=True):
             if found is not None:
                 yield call, widened(found)
+
+    def rows_at_once(self, workspace: int) -> int:
+        """Of how many vectors the gradients at all calls fit, at least of one.
+
+        On a CPU no more than stay near the cache: of larger ones each piece is memory that the
+        system has to hand out anew, and nine vectors in one batch took 1.6 times as long as one
+        after another.
+        """
+        outputs = self.record.outputs
+        entries = sum(call.shape.numel() for call in self._all)
+        # Each is there as it comes, and sorted by positions.
+        each = 2 * entries * max(4, outputs.element_size())
+        most = min(workspace, NEAR) if outputs.device.type == "cpu" else workspace
+        return max(1, most // max(1, each))
 
     @property
     def trained(self) -> list[str]:
@@ -146,12 +165,15 @@ class Network:
         outputs = self.record.outputs
         v = rows.to(outputs.dtype).reshape(-1, *outputs.shape)
         ends, starts = [get_gradient_edge(outputs)], [call.output_edge for call in self._all]
+        if len(v) == 1:  # a batch of one only costs the batching
+            found = torch.autograd.grad(ends, starts, [v[0]], retain_graph=True, allow_unused=True)
+            return [None if each is None else each.unsqueeze(0) for each in found]
         try:
             return torch.autograd.grad(
                 ends, starts, [v], retain_graph=True, is_grads_batched=True, allow_unused=True
             )
         except RuntimeError:  # a backward that cannot be batched, e.g. one that branches
-            found = [
+            one_by_one = [
                 torch.autograd.grad(ends, starts, [row], retain_graph=True, allow_unused=True)
                 for row in v
             ]
@@ -159,7 +181,7 @@ class Network:
                 None
                 if each[0] is None
                 else torch.stack([part for part in each if part is not None])
-                for each in zip(*found, strict=True)
+                for each in zip(*one_by_one, strict=True)
             ]
 
     def _reached(self) -> set[Any]:
@@ -180,6 +202,12 @@ class Network:
                 reached.add(node)
                 frontier.extend([call.input_edge.node] if call.input_edge else [])
         refuse_bare_parameters(list(between), self.record, "the outputs")
+        matrices = all(
+            isinstance(call.rule, MatrixRule) and call.input.shape[0] == self.record.data
+            for node, call in by_node.items()
+            if node in reached
+        )
+        self._apart = matrices and keeps_apart(between, self.record.data)
         return reached
 
     def _check(self, call: LayerCall) -> None:
@@ -205,9 +233,12 @@ class Network:
     def mixing(self) -> str | None:
         """A layer behind which the data of a batch are mixed, as by batch normalisation.
 
-        Found by a backward pass, so not before somebody wants to know: rows of zeros must stay
-        rows of zeros on their way back, whatever the others hold.
+        Where the graph does not show that it is not so, it is found by a backward pass, and so not
+        before somebody wants to know: rows of zeros must stay rows of zeros on their way back,
+        whatever the others hold.
         """
+        if self._apart:
+            return None
         n, outputs = self.record.data, self.record.outputs
         kept = torch.rand(n, generator=torch.Generator().manual_seed(n)) < 0.5
         if n < 2 or not self._all:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -50,9 +51,7 @@ def shared_blocks(
     """
     sums: dict[str, Tensor] = {}
     small = {name for name, calls in network.calls.items() if _is_small(calls)}
-    entries = sum(call.shape.numel() for calls in network.calls.values() for call in calls)
-    step = max(1, workspace // max(1, entries * roots.element_size()))
-    for part in roots.transpose(0, 1).split(step):
+    for part in roots.transpose(0, 1).split(network.rows_at_once(workspace)):
         gathered: dict[str, list[Tensor]] = {}
         for call, rows in network.gradients(part):
             gathered.setdefault(call.name, []).append(_sorted_rows(call, rows))
@@ -67,7 +66,7 @@ def shared_blocks(
         elif name in small:
             result[name] = _small_block(group, sums[name])
         else:
-            result[name] = _block(calls, sums[name], sharing)
+            result[name] = _block(calls, sums[name], sharing, workspace)
     return result
 
 
@@ -108,20 +107,56 @@ def _gradient_moment(
     """G of each group: the sum of g gᵀ over vectors, data and positions, or of (Σ g)(Σ g)ᵀ."""
     if sharing == "reduce":
         found = [torch.stack([rows.sum(2, keepdim=True) for rows in found]).sum(0)]
-    rows = torch.cat([part.flatten(0, 2) for part in found])
-    return torch.stack([gram(rows[:, group]) for group in range(rows.shape[1])])
+    total: Tensor | None = None
+    for part in found:  # one call after another: putting them together would copy them
+        rows = part.flatten(0, 2)
+        moment = torch.stack([gram(rows[:, group]) for group in range(rows.shape[1])])
+        total = moment if total is None else total.add_(moment)
+    assert total is not None  # a layer without a call has no rows
+    return total
 
 
 def _input_moment(
-    calls: list[LayerCall], sharing: Sharing
+    calls: list[LayerCall], sharing: Sharing, workspace: int
 ) -> Float[Tensor, "groups columns columns"]:
     """Q of each group: the mean of a aᵀ over data and positions, or of the mean a over data."""
-    found = [_matrix_rule(call).positions(call.module, call.unspoiled_input()) for call in calls]
-    if sharing == "reduce":
-        count = sum(part.shape[1] for part in found)
-        found = [torch.stack([part.sum(1, keepdim=True) for part in found]).sum(0) / count]
-    a = torch.cat([part.flatten(0, 1) for part in found])
-    return torch.stack([gram(a[:, group], 1 / len(a)) for group in range(a.shape[1])])
+    total: Tensor | None = None
+    count = 0
+    for inputs in _input_parts(calls, workspace):
+        pairs = list(zip(calls, inputs, strict=True))
+        found = [_reduced_moment(pairs)] if sharing == "reduce" else _moments(pairs)
+        for moment, number in found:
+            total = moment if total is None else total.add_(moment)
+            count += number
+    assert total is not None
+    return total.div_(count)
+
+
+def _moments(pairs: list[tuple[LayerCall, Tensor]]) -> Iterator[tuple[Tensor, int]]:
+    for call, input in pairs:
+        yield _matrix_rule(call).second_moment(call.module, input)
+
+
+def _reduced_moment(pairs: list[tuple[LayerCall, Tensor]]) -> tuple[Tensor, int]:
+    """Of the mean a of each datum, over the positions of all calls."""
+    found = [_matrix_rule(call).positions(call.module, input) for call, input in pairs]
+    count = sum(part.shape[1] for part in found)
+    a = torch.stack([part.sum(1) for part in found]).sum(0) / count
+    return torch.stack([gram(a[:, group]) for group in range(a.shape[1])]), len(a)
+
+
+def _input_parts(calls: list[LayerCall], workspace: int) -> Iterator[list[Tensor]]:
+    """The inputs of all calls, of so many data at a time that their positions fit."""
+    inputs = [call.unspoiled_input() for call in calls]
+    data = len(inputs[0])
+    if any(len(x) != call.shape[0] for x, call in zip(inputs, calls, strict=True)):
+        yield inputs  # one image alone has no dimension for data
+        return
+    wide = max(4, inputs[0].element_size())
+    each = max(_matrix_rule(c).moment_entries(c.module, c.input) for c in calls) * wide
+    step = max(1, workspace // max(1, each))
+    for start in range(0, data, step):
+        yield [x[start : start + step] for x in inputs]
 
 
 def _table_block(calls: list[LayerCall], M: Float[Tensor, "columns columns"]) -> Block:
@@ -160,8 +195,8 @@ def empty_block(module: nn.Module, group: Group, device: torch.device | str | No
     return GroupedBlock.of(zeros(groups, columns, columns), zeros(groups, each, each))
 
 
-def _block(calls: list[LayerCall], G: Tensor, sharing: Sharing) -> Block:
+def _block(calls: list[LayerCall], G: Tensor, sharing: Sharing, workspace: int) -> Block:
     if isinstance(calls[0].rule, TableRule):
         return _table_block(calls, G[0])
-    Q = _input_moment(calls, sharing)
+    Q = _input_moment(calls, sharing, workspace)
     return KroneckerBlock(Q[0], G[0]) if len(Q) == 1 else GroupedBlock.of(Q, G)
