@@ -11,6 +11,8 @@ from torch import Tensor
 # Panels narrower than this lose more to the multiplication's start than they save; measured
 # on CPU, where the product of 9000 × 1000 takes 0.7 of the time of a full multiplication.
 _PANEL = 200
+# Of fewer rows than this, mirroring a panel takes longer than multiplying it; measured there too.
+_ROWS = 256
 
 
 def gram(
@@ -68,7 +70,7 @@ def symmetric_product(
     """
     d = left.shape[1]
     result = left.new_empty(d, d) if out is None else out
-    panels = max(1, round(d / _PANEL))
+    panels = max(1, round(d / _PANEL)) if len(left) >= _ROWS else 1
     for start, stop in pairwise(i * d // panels for i in range(panels + 1)):
         panel = result[start:stop, start:]
         torch.addmm(panel, left[:, start:stop].T, right[:, start:], beta=0, alpha=scale, out=panel)

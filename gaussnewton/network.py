@@ -7,7 +7,7 @@ autograd graph, to the outputs of every call of every layer at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from gaussnewton.again import Again
 from gaussnewton.apart import keeps_apart
 from gaussnewton.chain import check_criterion, refuse_bare_parameters
 from gaussnewton.errors import UnsupportedGraphError
@@ -26,6 +27,9 @@ from gaussnewton.tape import LayerCall, Record
 NEAR = 16 * 2**20
 """Bytes that a processor has near at hand."""
 
+WORKSPACE = 64 * 2**20
+"""Bytes that tangents on their way through a network may take, about."""
+
 
 class Network:
     """The calls of trained layers that the outputs depend on.
@@ -33,8 +37,7 @@ class Network:
     Args:
         record: the forward pass.
         objection: why it is not a chain.
-        again: computes the outputs of some of the data anew, with their graph. Only J v and Jᵀ r
-            need it.
+        again: runs the pass once more. Only J v and Jᵀ r need it.
 
     Attributes:
         record: the forward pass.
@@ -47,7 +50,7 @@ class Network:
         self,
         record: Record,
         objection: Exception,
-        again: Callable[[slice], Tensor] | None = None,
+        again: Again | None = None,
     ) -> None:
         check_criterion(record)
         self.record, self.objection, self.again = record, objection, again
@@ -88,22 +91,69 @@ class Network:
         return list(self.calls)
 
     def push(
-        self, directions: Sequence[Mapping[str, Float[Tensor, "_ _"]]], part: slice
+        self,
+        directions: Sequence[Mapping[str, Float[Tensor, "_ _"]]],
+        part: slice,
+        workspace: int = WORKSPACE,
     ) -> Float[Tensor, "k n d"]:
         """J v of some directions, each of some layers, for the data of a part of the batch.
 
-        As the derivative of u ↦ Jᵀ u, which is linear.
+        Args:
+            directions: matrices of some layers; the others stay where they are.
+            part: the data to answer for.
+            workspace: about how many bytes may be taken at once, by as many data as fit.
         """
+        tangents = [
+            {
+                key: tensor
+                for name, matrix in direction.items()
+                for key, tensor in self.record.theta[name].tensors(matrix).items()
+            }
+            for direction in directions
+        ]
+        found = [self._tangents(tangents, piece) for piece in self._pieces(part, workspace, len(tangents))]
+        return widened(torch.cat(found, dim=1))
+
+    def _pieces(self, part: slice, workspace: int, count: int) -> list[slice]:
+        """The data in parts whose tangents fit, where a part of them can be evaluated alone."""
+        assert self.again is not None  # set by whoever wants products
+        start, stop, step = part.indices(self.record.data)
+        if self.again.draws or step != 1 or self.mixing is not None:
+            return [part]
+        entries = sum(call.shape.numel() for call in self.record.calls) // self.record.data
+        # What a layer returns is there before and after the function behind it, and moved.
+        each = 2 * (count + 1) * entries * max(4, self.record.outputs.element_size())
+        fit = max(1, workspace // max(1, each))
+        return [slice(i, min(i + fit, stop)) for i in range(start, stop, fit)] or [part]
+
+    def _tangents(
+        self, directions: Sequence[Mapping[str, Tensor]], part: slice
+    ) -> Float[Tensor, "k n d"]:
+        """By forward mode where it is known to work, else by two backward passes."""
+        assert self.again is not None
+        if self.again.forward_mode.refused:
+            return self._by_two_backwards(directions, part)
+        whole = self.mixing is not None and part != slice(None)
+        moved = self.again.forward(directions, slice(None) if whole else part)
+        if moved is not None and whole:
+            moved = moved[:, part]
+        if moved is not None and self.again.forward_mode.trusted:
+            return moved
+        expected = self._by_two_backwards(directions, part)
+        self.again.forward_mode.judge(moved, expected)
+        return expected if moved is None or self.again.forward_mode.refused else moved
+
+    def _by_two_backwards(
+        self, directions: Sequence[Mapping[str, Tensor]], part: slice
+    ) -> Float[Tensor, "k n d"]:
+        """As the derivative of u ↦ Jᵀ u, which is linear."""
         outputs = self._outputs(part)
         with torch.enable_grad():
             u = torch.zeros_like(outputs, requires_grad=True)
             pulled = self._parameter_gradients(outputs, u, create_graph=True)
             zero = torch.zeros_like(outputs).flatten(1)
         result = []
-        for direction in directions:
-            tangents: dict[str, Tensor] = {}
-            for name, matrix in direction.items():
-                tangents |= self.record.theta[name].tensors(matrix)
+        for tangents in directions:
             used = [key for key in tangents if key in pulled]
             moved = None
             if used:
@@ -115,7 +165,7 @@ class Network:
                     allow_unused=True,
                 )
             result.append(zero if moved is None else moved.flatten(1))
-        return widened(torch.stack(result))
+        return torch.stack(result)
 
     def transposed_product(self, rows: Float[Tensor, "n d"]) -> dict[str, Float[Tensor, "_ _"]]:
         """Jᵀ r: what vectors at the outputs pull on each layer's matrix ``[W | b]``."""
@@ -137,9 +187,9 @@ class Network:
         assert self.again is not None  # set by whoever wants products
         whole = part.indices(self.record.data) == (0, self.record.data, 1)
         if whole or self.mixing is None:
-            return self.again(part)
+            return self.again.outputs(part)
         with torch.enable_grad():  # where data are mixed, a part of them alone is another function
-            return self.again(slice(None))[part]
+            return self.again.outputs(slice(None))[part]
 
     def refuse_mixed(self, method: str) -> None:
         """Raise where the data of the batch are mixed."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
+from gaussnewton.again import Again, ForwardMode
 from gaussnewton.chain import Chain
 from gaussnewton.compiled import eagerly, is_compiled, original
 from gaussnewton.errors import RecordError, UnsupportedGraphError
@@ -131,6 +132,7 @@ class Observer(Tape):
         self._passes: list[ForwardPass] = []
         self._current: ForwardPass | None = None
         self._paused = False
+        self._forward_mode = ForwardMode()
         self.attach()
         weakref.finalize(self, _remove, self._handles)
 
@@ -182,17 +184,27 @@ class Observer(Tape):
         """
         geometry = observation.record.geometry
         with self._as_it_began(observation.start), torch.no_grad():
-            return geometry.value(*geometry.bind(*self._arguments_again(observation)))
+            arguments = self._arguments_again(observation, self.model)
+            return geometry.value(*geometry.bind(*arguments))
 
     def _record_again(self, observation: Observation) -> Passage:
         """The structure of a pass whose graph has been freed, or did not show its layers."""
         with self._as_it_began(observation.start), torch.enable_grad():
             with eagerly(self.model), Tape(original(self.model), self.criterion) as tape:
-                self.criterion(*self._arguments_again(observation))
-            return passage_of(tape.record, partial(self._outputs_again, observation))
+                self.criterion(*self._arguments_again(observation, self.model))
+            again = Again(
+                original(self.model),
+                partial(self._outputs_again, observation),
+                partial(self._eagerly_as_it_began, observation.start),
+                observation.draws,
+                self._forward_mode,
+            )
+            return passage_of(tape.record, again)
 
-    def _outputs_again(self, observation: Observation, part: slice) -> Tensor:
-        """What the criterion looks at, of some of the data, with its graph."""
+    def _outputs_again(
+        self, observation: Observation, part: slice, model: Callable[..., Any]
+    ) -> Tensor:
+        """What the criterion looks at, of some of the data."""
         data = observation.record.data
 
         def cut(argument: Any) -> Any:
@@ -200,10 +212,9 @@ class Observer(Tape):
             return argument[part] if mine else argument
 
         bind = observation.record.geometry.bind
-        with self._as_it_began(observation.start), torch.enable_grad():
-            if observation.draws:  # of a part of the data other numbers would be drawn
-                return bind(*self._arguments_again(observation))[0][part]
-            return bind(*self._arguments_again(observation, cut))[0]
+        if observation.draws:  # of a part of the data other numbers would be drawn
+            return bind(*self._arguments_again(observation, model))[0][part]
+        return bind(*self._arguments_again(observation, model, cut))[0]
 
     @contextmanager
     def _as_it_began(self, start: Start) -> Iterator[None]:
@@ -215,13 +226,21 @@ class Observer(Tape):
                         buffer.copy_(start.buffers[name])
             yield
 
+    @contextmanager
+    def _eagerly_as_it_began(self, start: Start) -> Iterator[None]:
+        with eagerly(self.model), self._as_it_began(start):
+            yield
+
     def _arguments_again(
-        self, observation: Observation, cut: Callable[[Any], Any] = lambda argument: argument
+        self,
+        observation: Observation,
+        model: Callable[..., Any],
+        cut: Callable[[Any], Any] = lambda argument: argument,
     ) -> list[Any]:
         """What the criterion would be called with, were the pass run again now."""
         start = observation.start
         args, kwargs = tree_map(cut, (start.args, start.kwargs))
-        outputs = _flat(self.model(*args, **kwargs))
+        outputs = _flat(model(*args, **kwargs))
         return [
             cut(argument) if place is None else outputs[place]
             for argument, place in zip(

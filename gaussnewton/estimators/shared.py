@@ -54,10 +54,13 @@ def shared_blocks(
     for part in roots.transpose(0, 1).split(network.rows_at_once(workspace)):
         gathered: dict[str, list[Tensor]] = {}
         for call, rows in network.gradients(part):
-            gathered.setdefault(call.name, []).append(_sorted_rows(call, rows))
+            if sharing == "expand" and isinstance(call.rule, MatrixRule):
+                _add(sums, call.name, call.rule.gradient_moment(call.module, rows))
+            else:  # what is summed over calls before it is squared
+                gathered.setdefault(call.name, []).append(_sorted_rows(call, rows))
         for name, found in gathered.items():
             total = _small_moment(found) if name in small else _gradient_moment(found, sharing)
-            sums[name] = sums[name] + total if name in sums else total
+            _add(sums, name, total)
     result: dict[str, Block] = {}
     for group in network.record.theta:
         name, calls = group.name, network.calls[group.name]
@@ -68,6 +71,10 @@ def shared_blocks(
         else:
             result[name] = _block(calls, sums[name], sharing, workspace)
     return result
+
+
+def _add(sums: dict[str, Tensor], name: str, term: Tensor) -> None:
+    sums[name] = sums[name].add_(term) if name in sums else term
 
 
 def _is_small(calls: list[LayerCall]) -> bool:

@@ -56,6 +56,16 @@ class ConvolutionRule(MatrixRule):
         square = bordered_gram if _trains_bias(module) else gram
         return torch.stack([square(windows[:, g]) for g in range(module.groups)]), len(windows)
 
+    def gradient_moment(
+        self, module: Convolution, rows: Float[Tensor, "k n *out"]
+    ) -> Float[Tensor, "groups out out"]:
+        k, n, channels = rows.shape[:3]
+        g = rows.reshape(k * n, module.groups, channels // module.groups, -1)
+        if g.shape[2] > g.shape[3] or rows.stride(2) == 1:
+            return super().gradient_moment(module, rows)
+        # One product an image takes them as they lie: sorting them by pixels would copy them.
+        return (g @ g.mT).sum(0)
+
     def moment_entries(self, module: Convolution, input: Tensor) -> int:
         one = _batched(module, input)[:1].detach()
         x, _ = _lines(module, one) if _moves_by_lines(module) else (patches(module, one), None)

@@ -48,19 +48,25 @@ class LinearRule(ChainRule):
         return torch.cat(parts, dim=1)
 
     def input_moment(self, module: nn.Linear, input: Tensor) -> Float[Tensor, "columns columns"]:
-        if not module.weight.requires_grad:
-            return widened(input).new_ones(1, 1)
-        return (bordered_gram if _trains_bias(module) else gram)(input, 1 / len(input))
+        return self._moment(module, input, 1 / len(input))
 
     def second_moment(
         self, module: nn.Linear, input: Tensor
     ) -> tuple[Float[Tensor, "groups columns columns"], int]:
         rows = input.reshape(-1, input.shape[-1])
-        return self.input_moment(module, rows).mul_(len(rows)).unsqueeze(0), len(rows)
+        return self._moment(module, rows, 1.0).unsqueeze(0), len(rows)
 
     def moment_entries(self, module: nn.Linear, input: Tensor) -> int:
         narrow = torch.finfo(input.dtype).bits < 32
         return input[:1].numel() if narrow or not input.is_contiguous() else 0
+
+    @staticmethod
+    def _moment(
+        module: nn.Linear, input: Float[Tensor, "n d"], scale: float
+    ) -> Float[Tensor, "columns columns"]:
+        if not module.weight.requires_grad:
+            return widened(input).new_full((1, 1), len(input) * scale)
+        return (bordered_gram if _trains_bias(module) else gram)(input, scale)
 
     def pull(self, module: nn.Linear, matrices: PerDatum) -> PerDatum:
         return matrices.pull(widened(module.weight.detach()))

@@ -81,6 +81,13 @@ class MatrixRule(LayerRule):
         a = self.positions(module, input).flatten(0, 1)
         return torch.stack([gram(a[:, group]) for group in range(a.shape[1])]), len(a)
 
+    def gradient_moment(
+        self, module: Any, rows: Float[Tensor, "k n *out"]
+    ) -> Float[Tensor, "groups out out"]:
+        """Σ g gᵀ over vectors, data and positions."""
+        g = self.gradients(module, rows).flatten(0, 2)
+        return torch.stack([gram(g[:, group]) for group in range(g.shape[1])])
+
     def moment_entries(self, module: Any, input: Tensor) -> int:
         """About how many numbers :meth:`second_moment` writes for each datum on its way."""
         return self.positions(module, input[:1]).numel()
