@@ -263,9 +263,7 @@ def markdown(command: str, repeats: int, results: dict[str, list[dict[str, Any]]
         ]
         headers = ["what", "best ms", "units", "peak MiB"]
         align = ["left", "right", "right", "right"]
-        table = tabulate(
-            cells, headers, tablefmt="github", colalign=align, disable_numparse=True
-        )
+        table = tabulate(cells, headers, tablefmt="github", colalign=align, disable_numparse=True)
         parts += [f"## {name}", f"```\n{NETWORKS[name]()}\n```", table]
     return "\n\n".join(parts) + "\n"
 

@@ -18,19 +18,18 @@ Rerun = Callable[[slice, Callable[..., object]], Tensor]
 class ForwardMode:
     """Whether derivatives by forward mode do for a model: unknown until they were compared once.
 
-    Forward mode carries k tangents through one pass, which costs less than two backward passes and
-    k more. But not every operation has a rule for it or for a batch of tangents, a model may look at
-    its numbers in ways that a transformation forbids, and forward mode moves on through a
-    ``torch.no_grad()`` inside of the model, which is not the function that ``backward`` saw.
+    Forward mode carries k tangents through one pass, which costs less than a backward pass with a
+    graph of its own and k more through that. But not every operation has a rule for it, or one for
+    a batch of tangents; a model may look at its numbers in ways that a transformation forbids; and
+    forward mode moves on through a ``torch.no_grad()`` inside of the model, which is then not the
+    function that ``backward`` saw.
     """
 
     def __init__(self) -> None:
         self.trusted = False
         self.refused = False
 
-    def judge(
-        self, moved: Float[Tensor, "k n d"] | None, expected: Float[Tensor, "k n d"]
-    ) -> None:
+    def judge(self, moved: Float[Tensor, "k n d"] | None, expected: Float[Tensor, "k n d"]) -> None:
         """Hold a result beside that of two backward passes."""
         self.trusted = moved is not None and _agree(moved, expected)
         self.refused = not self.trusted
@@ -81,8 +80,11 @@ class Again:
         }
 
         def outputs(parameters: dict[str, Tensor]) -> Tensor:
+            # Made in here, because a transformation lets only its own tensors be overwritten.
+            buffers = {name: b.clone() for name, b in self.model.named_buffers()}
+
             def call(*args: object, **kwargs: object) -> object:
-                return torch.func.functional_call(self.model, parameters, args, kwargs)
+                return torch.func.functional_call(self.model, parameters | buffers, args, kwargs)
 
             return self.rerun(part, call).flatten(1)
 

@@ -1,4 +1,4 @@
-"""Whether an autograd graph is known to keep the data of a batch apart, without a pass through it."""
+"""Whether a graph is known to keep the data of a batch apart, without a pass through it."""
 
 from __future__ import annotations
 

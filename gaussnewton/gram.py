@@ -36,9 +36,7 @@ def gram(
     return symmetric_product(rows, rows, scale, out)
 
 
-def bordered_gram(
-    rows: Float[Tensor, "n d"], scale: float = 1.0
-) -> Float[Tensor, "d+1 d+1"]:
+def bordered_gram(rows: Float[Tensor, "n d"], scale: float = 1.0) -> Float[Tensor, "d+1 d+1"]:
     """The Gram matrix of rows X with a 1 at the end of each, without writing them again.
 
     Example:

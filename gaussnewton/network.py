@@ -111,7 +111,10 @@ class Network:
             }
             for direction in directions
         ]
-        found = [self._tangents(tangents, piece) for piece in self._pieces(part, workspace, len(tangents))]
+        found = [
+            self._tangents(tangents, piece)
+            for piece in self._pieces(part, workspace, len(tangents))
+        ]
         return widened(torch.cat(found, dim=1))
 
     def _pieces(self, part: slice, workspace: int, count: int) -> list[slice]:

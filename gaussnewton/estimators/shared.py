@@ -129,7 +129,7 @@ def _input_moment(
     """Q of each group: the mean of a aᵀ over data and positions, or of the mean a over data."""
     total: Tensor | None = None
     count = 0
-    for inputs in _input_parts(calls, workspace):
+    for inputs in _input_parts(calls, sharing, workspace):
         pairs = list(zip(calls, inputs, strict=True))
         found = [_reduced_moment(pairs)] if sharing == "reduce" else _moments(pairs)
         for moment, number in found:
@@ -152,18 +152,29 @@ def _reduced_moment(pairs: list[tuple[LayerCall, Tensor]]) -> tuple[Tensor, int]
     return torch.stack([gram(a[:, group]) for group in range(a.shape[1])]), len(a)
 
 
-def _input_parts(calls: list[LayerCall], workspace: int) -> Iterator[list[Tensor]]:
-    """The inputs of all calls, of so many data at a time that their positions fit."""
+def _input_parts(
+    calls: list[LayerCall], sharing: Sharing, workspace: int
+) -> Iterator[list[Tensor]]:
+    """The inputs of all calls, of so many data at a time that what is written of them fits."""
     inputs = [call.unspoiled_input() for call in calls]
     data = len(inputs[0])
     if any(len(x) != call.shape[0] for x, call in zip(inputs, calls, strict=True)):
         yield inputs  # one image alone has no dimension for data
         return
     wide = max(4, inputs[0].element_size())
-    each = max(_matrix_rule(c).moment_entries(c.module, c.input) for c in calls) * wide
-    step = max(1, workspace // max(1, each))
+    entries = [_entries(call, sharing) for call in calls]
+    together = sum(entries) if sharing == "reduce" else max(entries)
+    step = max(1, workspace // max(1, together * wide))
     for start in range(0, data, step):
         yield [x[start : start + step] for x in inputs]
+
+
+def _entries(call: LayerCall, sharing: Sharing) -> int:
+    """How many numbers are written of one datum."""
+    rule = _matrix_rule(call)
+    if sharing == "reduce":  # all positions, without and then with the bias's column
+        return 2 * rule.positions(call.module, call.input[:1]).numel()
+    return rule.moment_entries(call.module, call.input)
 
 
 def _table_block(calls: list[LayerCall], M: Float[Tensor, "columns columns"]) -> Block:

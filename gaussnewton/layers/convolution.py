@@ -122,7 +122,7 @@ def _moment_by_lines(
 
 
 def _lines(module: Convolution, x: Tensor) -> tuple[Float[Tensor, "lines m width"], Lines]:
-    """The input by lines, patched in all dimensions but the first; zeros around it are only said."""
+    """The input by lines, patched in all other dimensions; lines of zeros are only counted."""
     amounts = _amounts(module)
     before, after = amounts[-2:]
     span = (module.kernel_size[0] - 1) * module.dilation[0] + 1

@@ -56,7 +56,7 @@ class LinearRule(ChainRule):
         rows = input.reshape(-1, input.shape[-1])
         return self._moment(module, rows, 1.0).unsqueeze(0), len(rows)
 
-    def moment_entries(self, module: nn.Linear, input: Tensor) -> int:
+    def moment_entries(self, module: nn.Linear, input: Tensor) -> int:  # noqa: ARG002
         narrow = torch.finfo(input.dtype).bits < 32
         return input[:1].numel() if narrow or not input.is_contiguous() else 0
 

@@ -3,7 +3,7 @@ r"""The second moment of a convolution's patches, from shifts of its input.
 With x_u the input's row u (of an image: one line of pixels, patched along the line only), entry
 (i, i') of the sum over patches is
 
-.. math:: Q_{i,i'} = \sum_{o} x_{o+i}^{\vphantom T} x_{o+i'}^T = \sum_{u} x_u^{\vphantom T} x_{u+i'-i}^T
+.. math:: Q_{i,i'} = \sum_o x_{o+i} x_{o+i'}^T = \sum_u x_u x_{u+i'-i}^T
 
 over a window of rows u that moves with i. All entries with the same shift i' − i have all rows in
 common but those at the border, so a kernel of k lines takes k products, not k (k + 1) / 2, and the
@@ -68,9 +68,7 @@ def shifted_gram(
     return result
 
 
-def line_sums(
-    x: Float[Tensor, "lines m width"], along: Lines
-) -> Float[Tensor, "kernel width"]:
+def line_sums(x: Float[Tensor, "lines m width"], along: Lines) -> Float[Tensor, "kernel width"]:
     """Σ a over the same patches."""
     sums = torch.matmul(x.new_ones(x.shape[1]), x)  # faster than x.sum(1)
     windows = (along.window(i, len(x)) for i in range(along.kernel))
