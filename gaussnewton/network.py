@@ -111,11 +111,8 @@ class Network:
             }
             for direction in directions
         ]
-        found = [
-            self._tangents(tangents, piece)
-            for piece in self._pieces(part, workspace, len(tangents))
-        ]
-        return widened(torch.cat(found, dim=1))
+        pieces = self._pieces(part, workspace, len(tangents))
+        return widened(torch.cat([self._tangents(tangents, piece) for piece in pieces], dim=1))
 
     def _pieces(self, part: slice, workspace: int, count: int) -> list[slice]:
         """The data in parts whose tangents fit, where a part of them can be evaluated alone."""

@@ -150,7 +150,7 @@ def test_optimisers_train_where_forward_mode_fails() -> None:
         loss = criterion(model(x), y)
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     assert losses[-1] < losses[0]
     assert optimizer._observer._forward_mode.refused
 
