@@ -47,7 +47,8 @@ def shared_blocks(
         network: the layers' calls.
         roots: for each datum k vectors r with Σ r rᵀ its matrix at the outputs.
         sharing: how positions are taken.
-        workspace: about how many bytes the vectors on their way back may take.
+        workspace: about how many bytes the vectors on their way back may take, and the positions
+            that Q is the moment of.
     """
     sums: dict[str, Tensor] = {}
     small = {name for name, calls in network.calls.items() if _is_small(calls)}
