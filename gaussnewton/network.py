@@ -75,7 +75,7 @@ class Network:
         """Of how many vectors the gradients at all calls fit, at least of one.
 
         On a CPU no more than stay near the cache: of larger ones each piece is memory that the
-        system has to hand out anew, and nine vectors in one batch took 1.6 times as long as one
+        system has to hand out anew, and nine vectors in one batch took 1.5 times as long as one
         after another.
         """
         outputs = self.record.outputs
