@@ -11,6 +11,8 @@ from torch import Tensor
 # Panels narrower than this lose more to the multiplication's start than they save; measured
 # on CPU, where the product of 9000 × 1000 takes 0.7 of the time of a full multiplication.
 _PANEL = 200
+# Of fewer rows than this, mirroring a panel takes longer than multiplying it; measured there too.
+_ROWS = 256
 
 
 def gram(
@@ -34,6 +36,26 @@ def gram(
     return symmetric_product(rows, rows, scale, out)
 
 
+def bordered_gram(rows: Float[Tensor, "n d"], scale: float = 1.0) -> Float[Tensor, "d+1 d+1"]:
+    """The Gram matrix of rows X with a 1 at the end of each, without writing them again.
+
+    Example:
+        >>> import torch
+        >>> from gaussnewton.gram import bordered_gram, gram
+        >>> x = torch.randn(5, 3, dtype=torch.float64)
+        >>> torch.allclose(bordered_gram(x), gram(torch.cat([x, torch.ones_like(x[:, :1])], 1)))
+        True
+    """
+    rows = widened(rows)
+    n, d = rows.shape
+    result = rows.new_empty(d + 1, d + 1)
+    gram(rows, scale, out=result[:-1, :-1])
+    # faster than a sum over rows
+    result[-1, :-1] = result[:-1, -1] = torch.mv(rows.T, rows.new_full((n,), scale))
+    result[-1, -1] = n * scale
+    return result
+
+
 def symmetric_product(
     left: Float[Tensor, "n d"],
     right: Float[Tensor, "n d"],
@@ -46,7 +68,7 @@ def symmetric_product(
     """
     d = left.shape[1]
     result = left.new_empty(d, d) if out is None else out
-    panels = max(1, round(d / _PANEL))
+    panels = max(1, round(d / _PANEL)) if len(left) >= _ROWS else 1
     for start, stop in pairwise(i * d // panels for i in range(panels + 1)):
         panel = result[start:stop, start:]
         torch.addmm(panel, left[:, start:stop].T, right[:, start:], beta=0, alpha=scale, out=panel)

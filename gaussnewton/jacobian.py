@@ -29,9 +29,7 @@ def jacobian_product(
         part: the data to answer for.
     """
     if isinstance(chain, Network):
-        count = len(next(iter(directions.values())))
-        each = [{name: V[k] for name, V in directions.items()} for k in range(count)]
-        return chain.push(each, part)
+        return chain.push(_one_by_one(directions), part)
     tangent: Tensor | None = None
     for link in reversed(chain.links):
         call = link.call
@@ -66,6 +64,29 @@ def layer_jacobian_products(
         tangents = link.segment.push(moved, part)
     assert tangents is not None
     return tangents
+
+
+def jacobian_products(
+    chain: Passage,
+    layers: Mapping[str, Float[Tensor, "_ _"]] | None,
+    others: Directions | None,
+    part: slice = slice(None),
+) -> Float[Tensor, "m n d"]:
+    """Both of the above, one after the other; in a network by one pass."""
+    if isinstance(chain, Network):
+        each = [] if layers is None else [{name: layers[name]} for name in chain.trained]
+        return chain.push(each + ([] if others is None else _one_by_one(others)), part)
+    tangents = []
+    if layers is not None:
+        tangents.append(layer_jacobian_products(chain, layers, part))
+    if others is not None:
+        tangents.append(jacobian_product(chain, others, part))
+    return torch.cat(tangents)
+
+
+def _one_by_one(directions: Directions) -> list[dict[str, Float[Tensor, "_ _"]]]:
+    count = len(next(iter(directions.values())))
+    return [{name: V[k] for name, V in directions.items()} for k in range(count)]
 
 
 def transposed_product(

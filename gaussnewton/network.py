@@ -7,7 +7,7 @@ autograd graph, to the outputs of every call of every layer at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,11 +16,19 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from gaussnewton.again import Again
+from gaussnewton.apart import keeps_apart
 from gaussnewton.chain import check_criterion
 from gaussnewton.errors import UnsupportedGraphError
 from gaussnewton.gram import widened
-from gaussnewton.layers.rule import SmallRule
+from gaussnewton.layers.rule import MatrixRule, SmallRule
 from gaussnewton.tape import LayerCall, Record
+
+NEAR = 16 * 2**20
+"""Bytes that a processor has near at hand."""
+
+WORKSPACE = 64 * 2**20
+"""Bytes that tangents on their way through a network may take, about."""
 
 
 class Network:
@@ -29,8 +37,7 @@ class Network:
     Args:
         record: the forward pass.
         objection: why it is not a chain.
-        again: computes the outputs of some of the data anew, with their graph. Only J v and Jᵀ r
-            need it.
+        again: runs the pass once more. Only J v and Jᵀ r need it.
 
     Attributes:
         record: the forward pass.
@@ -46,7 +53,7 @@ class Network:
         self,
         record: Record,
         objection: Exception,
-        again: Callable[[slice], Tensor] | None = None,
+        again: Again | None = None,
     ) -> None:
         check_criterion(record)
         self.record, self.objection, self.again = record, objection, again
@@ -116,28 +123,89 @@ class Network:
             joined = torch.cat([part.reshape(len(v), group.rows, -1) for part in parts], dim=2)
             yield name, widened(joined.mT.flatten(1))
 
+    def rows_at_once(self, workspace: int) -> int:
+        """Of how many vectors the gradients at all calls fit, at least of one.
+
+        On a CPU no more than stay near the cache: of larger ones each piece is memory that the
+        system has to hand out anew, and nine vectors in one batch took 1.5 times as long as one
+        after another.
+        """
+        outputs = self.record.outputs
+        entries = sum(call.shape.numel() for call in self._all)
+        # Each is there as it comes, and sorted by positions.
+        each = 2 * entries * max(4, outputs.element_size())
+        most = min(workspace, NEAR) if outputs.device.type == "cpu" else workspace
+        return max(1, most // max(1, each))
+
     @property
     def trained(self) -> list[str]:
         """The names of the trained layers."""
         return list(self.calls)
 
     def push(
-        self, directions: Sequence[Mapping[str, Float[Tensor, "_ _"]]], part: slice
+        self,
+        directions: Sequence[Mapping[str, Float[Tensor, "_ _"]]],
+        part: slice,
+        workspace: int = WORKSPACE,
     ) -> Float[Tensor, "k n d"]:
         """J v of some directions, each of some layers, for the data of a part of the batch.
 
-        As the derivative of u ↦ Jᵀ u, which is linear.
+        Args:
+            directions: matrices of some layers; the others stay where they are.
+            part: the data to answer for.
+            workspace: about how many bytes may be taken at once, by as many data as fit.
         """
+        tangents = [
+            {
+                key: tensor
+                for name, matrix in direction.items()
+                for key, tensor in self.record.theta[name].tensors(matrix).items()
+            }
+            for direction in directions
+        ]
+        pieces = self._pieces(part, workspace, len(tangents))
+        return widened(torch.cat([self._tangents(tangents, piece) for piece in pieces], dim=1))
+
+    def _pieces(self, part: slice, workspace: int, count: int) -> list[slice]:
+        """The data in parts whose tangents fit, where a part of them can be evaluated alone."""
+        assert self.again is not None  # set by whoever wants products
+        start, stop, step = part.indices(self.record.data)
+        if self.again.draws or step != 1 or self.mixing is not None:
+            return [part]
+        entries = sum(call.shape.numel() for call in self.record.calls) // self.record.data
+        # What a layer returns is there before and after the function behind it, and moved.
+        each = 2 * (count + 1) * entries * max(4, self.record.outputs.element_size())
+        fit = max(1, workspace // max(1, each))
+        return [slice(i, min(i + fit, stop)) for i in range(start, stop, fit)] or [part]
+
+    def _tangents(
+        self, directions: Sequence[Mapping[str, Tensor]], part: slice
+    ) -> Float[Tensor, "k n d"]:
+        """By forward mode where it is known to work, else by two backward passes."""
+        assert self.again is not None
+        if self.again.forward_mode.refused:
+            return self._by_two_backwards(directions, part)
+        whole = self.mixing is not None and part != slice(None)
+        moved = self.again.forward(directions, slice(None) if whole else part)
+        if moved is not None and whole:
+            moved = moved[:, part]
+        if moved is not None and self.again.forward_mode.trusted:
+            return moved
+        expected = self._by_two_backwards(directions, part)
+        self.again.forward_mode.judge(moved, expected)
+        return expected if moved is None or self.again.forward_mode.refused else moved
+
+    def _by_two_backwards(
+        self, directions: Sequence[Mapping[str, Tensor]], part: slice
+    ) -> Float[Tensor, "k n d"]:
+        """As the derivative of u ↦ Jᵀ u, which is linear."""
         outputs = self._outputs(part)
         with torch.enable_grad():
             u = torch.zeros_like(outputs, requires_grad=True)
             pulled = self._parameter_gradients(outputs, u, create_graph=True)
             zero = torch.zeros_like(outputs).flatten(1)
         result = []
-        for direction in directions:
-            tangents: dict[str, Tensor] = {}
-            for name, matrix in direction.items():
-                tangents |= self.record.theta[name].tensors(matrix)
+        for tangents in directions:
             used = [key for key in tangents if key in pulled]
             moved = None
             if used:
@@ -149,7 +217,7 @@ class Network:
                     allow_unused=True,
                 )
             result.append(zero if moved is None else moved.flatten(1))
-        return widened(torch.stack(result))
+        return torch.stack(result)
 
     def transposed_product(self, rows: Float[Tensor, "n d"]) -> dict[str, Float[Tensor, "_ _"]]:
         """Jᵀ r: what vectors at the outputs pull on each layer's matrix ``[W | b]``."""
@@ -171,9 +239,9 @@ class Network:
         assert self.again is not None  # set by whoever wants products
         whole = part.indices(self.record.data) == (0, self.record.data, 1)
         if whole or self.mixing is None:
-            return self.again(part)
+            return self.again.outputs(part)
         with torch.enable_grad():  # where data are mixed, a part of them alone is another function
-            return self.again(slice(None))[part]
+            return self.again.outputs(slice(None))[part]
 
     def refuse_mixed(self, method: str) -> None:
         """Raise where the data of the batch are mixed."""
@@ -203,12 +271,15 @@ class Network:
     def _batched_gradients(self, starts: Sequence[Any], v: Tensor) -> Sequence[Tensor | None]:
         """Gradients of the outputs at some places of the graph, for several vectors at once."""
         ends = [get_gradient_edge(self.record.outputs)]
+        if len(v) == 1:  # a batch of one only costs the batching
+            found = torch.autograd.grad(ends, starts, [v[0]], retain_graph=True, allow_unused=True)
+            return [None if each is None else each.unsqueeze(0) for each in found]
         try:
             return torch.autograd.grad(
                 ends, starts, [v], retain_graph=True, is_grads_batched=True, allow_unused=True
             )
         except RuntimeError:  # a backward that cannot be batched, e.g. one that branches
-            found = [
+            one_by_one = [
                 torch.autograd.grad(ends, starts, [row], retain_graph=True, allow_unused=True)
                 for row in v
             ]
@@ -216,7 +287,7 @@ class Network:
                 None
                 if each[0] is None
                 else torch.stack([part for part in each if part is not None])
-                for each in zip(*found, strict=True)
+                for each in zip(*one_by_one, strict=True)
             ]
 
     def _count_data(self) -> int:
@@ -244,15 +315,24 @@ class Network:
                 reached.add(node)
                 frontier.extend([call.input_edge.node] if call.input_edge else [])
         leaves = {id(v) for node in between if (v := getattr(node, "variable", None)) is not None}
+        matrices = all(
+            isinstance(call.rule, MatrixRule) and call.input.shape[0] == self.record.data
+            for node, call in by_node.items()
+            if node in reached
+        )
+        self._apart = matrices and keeps_apart(between, self.record.data)
         return reached, leaves
 
     @cached_property
     def mixing(self) -> str | None:
         """A layer behind which the data of a batch are mixed, as by batch normalisation.
 
-        Found by a backward pass, so not before somebody wants to know: rows of zeros must stay
-        rows of zeros on their way back, whatever the others hold.
+        Where the graph does not show that it is not so, it is found by a backward pass, and so not
+        before somebody wants to know: rows of zeros must stay rows of zeros on their way back,
+        whatever the others hold.
         """
+        if self._apart:
+            return None
         n, outputs = self.data, self.record.outputs
         kept = torch.rand(n, generator=torch.Generator().manual_seed(n)) < 0.5
         if n < 2 or not self._all:

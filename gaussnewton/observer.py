@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
+from gaussnewton.again import Again, ForwardMode
 from gaussnewton.chain import Chain
 from gaussnewton.compiled import eagerly, is_compiled, original
 from gaussnewton.errors import RecordError, UnsupportedGraphError
@@ -173,6 +174,7 @@ class Observer(Tape):
         self._passes: list[ForwardPass] = []
         self._current: ForwardPass | None = None
         self._paused = False
+        self._forward_mode = ForwardMode()
         self.attach()
         weakref.finalize(self, _remove, self._handles)
 
@@ -227,18 +229,28 @@ class Observer(Tape):
         """
         geometry = observation.record.geometry
         with self._as_it_began(observation.start), torch.no_grad():
-            return geometry.value(*geometry.bind(*self._arguments_again(observation)))
+            arguments = self._arguments_again(observation, self.model)
+            return geometry.value(*geometry.bind(*arguments))
 
     def _record_again(self, observation: Observation) -> Passage:
         """The structure of a pass whose graph has been freed, or did not show its layers."""
         with self._as_it_began(observation.start), torch.enable_grad():
             criterion = observation.record.geometry.criterion
             with eagerly(self.model), Tape(original(self.model), criterion) as tape:
-                criterion(*self._arguments_again(observation))
-            return passage_of(tape.record, partial(self._outputs_again, observation))
+                criterion(*self._arguments_again(observation, self.model))
+            again = Again(
+                original(self.model),
+                partial(self._outputs_again, observation),
+                partial(self._eagerly_as_it_began, observation.start),
+                _is_whole(observation),
+                self._forward_mode,
+            )
+            return passage_of(tape.record, again)
 
-    def _outputs_again(self, observation: Observation, part: slice) -> Tensor:
-        """What the criterion looks at, of some of the data, with its graph."""
+    def _outputs_again(
+        self, observation: Observation, part: slice, model: Callable[..., Any]
+    ) -> Tensor:
+        """What the criterion looks at, of some of the data."""
         data = observation.record.data
 
         def cut(argument: Any) -> Any:
@@ -246,14 +258,9 @@ class Observer(Tape):
             return argument[part] if mine else argument
 
         bind = observation.record.geometry.bind
-        given = tree_leaves((observation.start.args, observation.start.kwargs))
-        sizes = {len(leaf) for leaf in given if isinstance(leaf, Tensor) and leaf.ndim}
-        with self._as_it_began(observation.start), torch.enable_grad():
-            # Of a part of the data other random numbers would be drawn; and where a datum has
-            # several rows of outputs, some of these are not some of the data.
-            if observation.draws or sizes != {data}:
-                return bind(*self._arguments_again(observation))[0][part]
-            return bind(*self._arguments_again(observation, cut))[0]
+        if _is_whole(observation):
+            return bind(*self._arguments_again(observation, model))[0][part]
+        return bind(*self._arguments_again(observation, model, cut))[0]
 
     @contextmanager
     def _as_it_began(self, start: Start) -> Iterator[None]:
@@ -266,17 +273,25 @@ class Observer(Tape):
                         buffer.copy_(start.buffers[name])
             yield
 
+    @contextmanager
+    def _eagerly_as_it_began(self, start: Start) -> Iterator[None]:
+        with eagerly(self.model), self._as_it_began(start):
+            yield
+
     def _arguments_again(
-        self, observation: Observation, cut: Callable[[Any], Any] = lambda argument: argument
+        self,
+        observation: Observation,
+        model: Callable[..., Any],
+        cut: Callable[[Any], Any] = lambda argument: argument,
     ) -> list[Any]:
         """What the criterion would be called with, were the pass run again now."""
         start = observation.start
         args, kwargs = tree_map(cut, (start.args, start.kwargs))
         if self.criterion is None:
             with LossWatch() as watch:
-                self.model(*args, **kwargs)
+                model(*args, **kwargs)
             return list(watch.only(self.model).arguments)
-        outputs = self.model(*args, **kwargs)
+        outputs = model(*args, **kwargs)
         return [
             cut(argument) if source is None else source(outputs)
             for argument, source in zip(
@@ -432,6 +447,17 @@ class Observer(Tape):
 def _remove(handles: list[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
+
+
+def _is_whole(observation: Observation) -> bool:
+    """Whether some of its data cannot be evaluated without the others.
+
+    Of a part of the data other random numbers would be drawn; and where a datum has several rows
+    of outputs, some of these are not some of the data.
+    """
+    given = tree_leaves((observation.start.args, observation.start.kwargs))
+    sizes = {len(leaf) for leaf in given if isinstance(leaf, Tensor) and leaf.ndim}
+    return observation.draws or sizes != {observation.record.data}
 
 
 def _leaf(i: int, shape: torch.Size | None, outputs: Any) -> Tensor:

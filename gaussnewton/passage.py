@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from torch import Tensor
-
+from gaussnewton.again import Again
 from gaussnewton.chain import Chain
 from gaussnewton.errors import UnsupportedGraphError
 from gaussnewton.network import Network
@@ -14,12 +11,12 @@ from gaussnewton.tape import Record
 Passage = Chain | Network
 
 
-def passage_of(record: Record, again: Callable[[slice], Tensor] | None = None) -> Passage:
+def passage_of(record: Record, again: Again | None = None) -> Passage:
     """The chain of a record, or, where it is none, the network.
 
     Args:
         record: of a forward pass whose graph has not been freed.
-        again: computes the outputs of some of the data anew, for products with a network.
+        again: runs the pass once more, for products with a network.
     """
     try:
         return Chain(record)

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gaussnewton.jacobian import Directions, jacobian_product, layer_jacobian_products
+from gaussnewton.jacobian import Directions, jacobian_products
 from gaussnewton.observer import Observation
 
 
@@ -90,12 +90,7 @@ def gauss_newton_gram(
         record = observation.record
         taken = min(record.data, max(least, round(part * record.data)))
         where = slice(0, taken)
-        tangents = []
-        if layers is not None:
-            tangents.append(layer_jacobian_products(observation.passage, layers, where))
-        if others is not None:
-            tangents.append(jacobian_product(observation.passage, others, where))
-        J = torch.cat(tangents)
+        J = jacobian_products(observation.passage, layers, others, where)
         HJ = record.geometry.hessian(*record.wide).select(where).product(J)
         gram = (J.flatten(1) @ HJ.flatten(1).T).double()
         assert observation.factor is not None

@@ -26,7 +26,9 @@ class KFLR(Estimator):
 
     Args:
         workspace: about how many bytes the per-datum matrices may take. The data go
-            through in parts that fit; small parts also stay in the processor's cache.
+            through in parts that fit; small parts also stay in the processor's cache. In a
+            network that is no chain: the positions of Q, and the vectors on their way back, of
+            which one for each datum is the least.
         sharing: how the positions of a datum are taken where a layer uses its weights at many,
             as a convolution does: "expand" or "reduce".
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -39,6 +40,9 @@ deep linear network that averages over positions before the loss, as an image cl
 Family = tuple[type, int | None]
 """Calls that add up to one Kronecker product; see :func:`~gaussnewton.network.family`."""
 
+Key = tuple[str, Family]
+"""A group of parameters, and a family of its calls."""
+
 DENSE = 512
 """Layers with few parameters have their block written out up to so many, else its diagonal."""
 
@@ -56,38 +60,45 @@ def shared_blocks(
         network: the layers' calls.
         roots: for each datum k vectors r with Σ r rᵀ its matrix at the outputs.
         sharing: how positions are taken.
-        workspace: about how many bytes the vectors on their way back may take.
+        workspace: about how many bytes the vectors on their way back may take, and the positions
+            that Q is the moment of.
         independent: whether the vectors of different data are independent and zero on average,
             so that those of all data may be sent back to a loose parameter at once.
     """
-    sums: dict[tuple[str, Family], Tensor] = {}
+    sums: dict[Key, Tensor] = {}
     loose: dict[str, Tensor] = {}
-    entries = sum(call.shape.numel() for calls in network.calls.values() for call in calls)
-    step = max(1, workspace // max(1, entries * roots.element_size()))
-    for part in roots.transpose(0, 1).split(step):
-        gathered: dict[tuple[str, Family], list[Tensor]] = {}
-        for call, rows in network.gradients(part):
-            gathered.setdefault((call.name, family(call)), []).append(_sorted_rows(call, rows))
-        for key, found in gathered.items():
-            total = _moment(network, key, found, sharing)
-            sums[key] = sums[key] + total if key in sums else total
-        for name, total in _loose_moments(network, part, independent, workspace):
-            loose[name] = loose[name] + total if name in loose else total
+    for part in roots.transpose(0, 1).split(network.rows_at_once(workspace)):
+        for key, moment in _moments_back(network, part, sharing):
+            _add(sums, key, moment)
+        for name, moment in _loose_moments(network, part, independent, workspace):
+            _add(loose, name, moment)
     return {
         group.name: DiagonalBlock(loose[group.name].reshape(group.columns, group.rows).T)
         if group.name in loose
-        else _block(network, group, sums, sharing)
+        else _block(network, group, sums, sharing, workspace)
         for group in network.record.theta
     }
 
 
-def _moment(
-    network: Network, key: tuple[str, Family], found: list[Tensor], sharing: Sharing
-) -> Tensor:
-    """The second moment of what came back to the calls of one family."""
-    if issubclass(key[1][0], SmallRule):
-        return _small_moment(network.record.theta[key[0]], found)
-    return _gradient_moment(found, sharing)
+def _moments_back(
+    network: Network, rows: Float[Tensor, "k n d"], sharing: Sharing
+) -> Iterator[tuple[Key, Tensor]]:
+    """The second moments of what comes back to the calls of each family."""
+    gathered: dict[Key, list[Tensor]] = {}
+    for call, found in network.gradients(rows):
+        key = call.name, family(call)
+        if sharing == "expand" and isinstance(call.rule, MatrixRule):
+            yield key, call.rule.gradient_moment(call.module, found)
+        else:  # what is summed over calls before it is squared
+            gathered.setdefault(key, []).append(_sorted_rows(call, found))
+    for key, parts in gathered.items():
+        small = issubclass(key[1][0], SmallRule)
+        group = network.record.theta[key[0]]
+        yield key, _small_moment(group, parts) if small else _gradient_moment(parts, sharing)
+
+
+def _add(sums: dict[Any, Tensor], key: Any, term: Tensor) -> None:
+    sums[key] = sums[key].add_(term) if key in sums else term
 
 
 def _loose_moments(
@@ -142,28 +153,80 @@ def _gradient_moment(
     """G of each group: the sum of g gᵀ over vectors, data and positions, or of (Σ g)(Σ g)ᵀ."""
     if sharing == "reduce":
         found = [torch.stack([rows.sum(2, keepdim=True) for rows in found]).sum(0)]
-    rows = torch.cat([part.flatten(0, 2) for part in found])
-    return torch.stack([gram(rows[:, group]) for group in range(rows.shape[1])])
+    total: Tensor | None = None
+    for part in found:  # one call after another: putting them together would copy them
+        rows = part.flatten(0, 2)
+        moment = torch.stack([gram(rows[:, group]) for group in range(rows.shape[1])])
+        total = moment if total is None else total.add_(moment)
+    assert total is not None  # a layer without a call has no rows
+    return total
 
 
 def _input_moment(
-    group: Group, calls: list[LayerCall], sharing: Sharing
+    group: Group, calls: list[LayerCall], sharing: Sharing, workspace: int
 ) -> Float[Tensor, "groups columns columns"]:
     """Q of each group: the mean of a aᵀ over data and positions, or of the mean a over data."""
-    found = [_positions(group, call) for call in calls]
-    if sharing == "reduce":
-        count = sum(part.shape[1] for part in found)
-        found = [torch.stack([part.sum(1, keepdim=True) for part in found]).sum(0) / count]
-    a = torch.cat([part.flatten(0, 1) for part in found])
-    return torch.stack([gram(a[:, i], 1 / len(a)) for i in range(a.shape[1])])
+    total: Tensor | None = None
+    count = 0
+    for inputs in _input_parts(calls, sharing, workspace):
+        pairs = list(zip(calls, inputs, strict=True))
+        found = [_reduced_moment(group, pairs)] if sharing == "reduce" else _moments(group, pairs)
+        for moment, number in found:
+            total = moment if total is None else total.add_(moment)
+            count += number
+    assert total is not None
+    return total.div_(count)
 
 
-def _positions(group: Group, call: LayerCall) -> Float[Tensor, "n r groups columns"]:
+def _moments(group: Group, pairs: list[tuple[LayerCall, Tensor]]) -> Iterator[tuple[Tensor, int]]:
+    for call, input in pairs:
+        moment, number = _matrix_rule(call).second_moment(call.module, input)
+        yield F.pad(moment, (0, *_missing(group, call, moment)) * 2), number
+
+
+def _missing(group: Group, call: LayerCall, a: Tensor) -> tuple[int]:
+    """How many columns a tied weight leaves out: the bias of the layer that owns both."""
+    transposed = _matrix_rule(call).transposed
+    return (int(not transposed and a.shape[-1] == group.columns - 1),)
+
+
+def _reduced_moment(group: Group, pairs: list[tuple[LayerCall, Tensor]]) -> tuple[Tensor, int]:
+    """Of the mean a of each datum, over the positions of all calls."""
+    found = [_matrix_rule(call).positions(call.module, input) for call, input in pairs]
+    found = [
+        F.pad(part, (0, *_missing(group, call, part)))
+        for part, (call, _) in zip(found, pairs, strict=True)
+    ]
+    count = sum(part.shape[1] for part in found)
+    a = torch.stack([part.sum(1) for part in found]).sum(0) / count
+    return torch.stack([gram(a[:, i]) for i in range(a.shape[1])]), len(a)
+
+
+def _input_parts(
+    calls: list[LayerCall], sharing: Sharing, workspace: int
+) -> Iterator[list[Tensor]]:
+    """The inputs of all calls, of so many data at a time that what is written of them fits."""
+    inputs = [call.unspoiled_input() for call in calls]
+    data = len(inputs[0])
+    if any(len(x) != data for x in inputs) or any(
+        len(x) != call.shape[0] for x, call in zip(inputs, calls, strict=True)
+    ):
+        yield inputs  # rows of their own, or one image alone, without a dimension for data
+        return
+    wide = max(4, inputs[0].element_size())
+    entries = [_entries(call, sharing) for call in calls]
+    together = sum(entries) if sharing == "reduce" else max(entries)
+    step = max(1, workspace // max(1, together * wide))
+    for start in range(0, data, step):
+        yield [x[start : start + step] for x in inputs]
+
+
+def _entries(call: LayerCall, sharing: Sharing) -> int:
+    """How many numbers are written of one datum."""
     rule = _matrix_rule(call)
-    a = rule.positions(call.module, call.unspoiled_input())
-    missing = not rule.transposed and a.shape[3] == group.columns - 1
-    # A tied weight without the bias of the layer that owns both.
-    return torch.cat([a, torch.zeros_like(a[..., :1])], dim=3) if missing else a
+    if sharing == "reduce":  # all positions, without and then with the bias's column
+        return 2 * rule.positions(call.module, call.input[:1]).numel()
+    return rule.moment_entries(call.module, call.input)
 
 
 def _table_block(calls: list[LayerCall], M: Float[Tensor, "columns columns"]) -> ScaledBlock:
@@ -179,7 +242,11 @@ def _table_block(calls: list[LayerCall], M: Float[Tensor, "columns columns"]) ->
 
 
 def _block(
-    network: Network, group: Group, sums: dict[tuple[str, Family], Tensor], sharing: Sharing
+    network: Network,
+    group: Group,
+    sums: dict[Key, Tensor],
+    sharing: Sharing,
+    workspace: int,
 ) -> Block:
     """The block of a group from what came back to its calls."""
     calls: dict[Family, list[LayerCall]] = {}
@@ -191,19 +258,24 @@ def _block(
         return zero_block(group.rows, group.columns, next(iter(group.parameters.values())))
     if any(issubclass(kind[0], SmallRule) for kind in calls):
         return _small_block(group, torch.stack(list(found.values())).sum(0))
-    blocks = {kind: _matrix_block(group, own, found[kind], sharing) for kind, own in calls.items()}
+    blocks = {
+        kind: _matrix_block(group, own, found[kind], sharing, workspace)
+        for kind, own in calls.items()
+    }
     if any(kind[1] is not None for kind in calls):
         return _side_by_side(blocks)
     first, *others = blocks.values()
     return nearest_kronecker([first, *others]) if others else first
 
 
-def _matrix_block(group: Group, calls: list[LayerCall], G: Tensor, sharing: Sharing) -> Block:
+def _matrix_block(
+    group: Group, calls: list[LayerCall], G: Tensor, sharing: Sharing, workspace: int
+) -> Block:
     """Of calls of one family."""
     if isinstance(calls[0].rule, TableRule):
         return _table_block(calls, G[0])
     transposed = _matrix_rule(calls[0]).transposed
-    Q = _input_moment(group, calls, sharing)
+    Q = _input_moment(group, calls, sharing, workspace)
     if transposed:
         Q, G = G, Q
     return KroneckerBlock(Q[0], G[0]) if len(Q) == 1 else GroupedBlock.of(Q, G)

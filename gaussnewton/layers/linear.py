@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gaussnewton.gram import gram, symmetric_product, widened
+from gaussnewton.gram import bordered_gram, gram, symmetric_product, widened
 from gaussnewton.layers.rule import ChainRule, register_layer
 from gaussnewton.perdatum import PerDatum
 
@@ -48,18 +48,25 @@ class LinearRule(ChainRule):
         return torch.cat(parts, dim=1)
 
     def input_moment(self, module: nn.Linear, input: Tensor) -> Float[Tensor, "columns columns"]:
-        a = widened(input)
+        return self._moment(module, input, 1 / len(input))
+
+    def second_moment(
+        self, module: nn.Linear, input: Tensor
+    ) -> tuple[Float[Tensor, "groups columns columns"], int]:
+        rows = input.reshape(-1, input.shape[-1])
+        return self._moment(module, rows, 1.0).unsqueeze(0), len(rows)
+
+    def moment_entries(self, module: nn.Linear, input: Tensor) -> int:  # noqa: ARG002
+        narrow = torch.finfo(input.dtype).bits < 32
+        return input[:1].numel() if narrow or not input.is_contiguous() else 0
+
+    @staticmethod
+    def _moment(
+        module: nn.Linear, input: Float[Tensor, "n d"], scale: float
+    ) -> Float[Tensor, "columns columns"]:
         if not module.weight.requires_grad:
-            return a.new_ones(1, 1)
-        n, d = a.shape
-        if not _trains_bias(module):
-            return gram(a, 1 / n)
-        # Bordering Q by the mean of a saves writing the inputs again with a 1 beside them.
-        Q = a.new_empty(d + 1, d + 1)
-        gram(a, 1 / n, out=Q[:-1, :-1])
-        Q[-1, :-1] = Q[:-1, -1] = torch.mv(a.T, a.new_full((n,), 1 / n))  # faster than mean(0)
-        Q[-1, -1] = 1
-        return Q
+            return widened(input).new_full((1, 1), len(input) * scale)
+        return (bordered_gram if _trains_bias(module) else gram)(input, scale)
 
     def pull(self, module: nn.Linear, matrices: PerDatum) -> PerDatum:
         return matrices.pull(widened(module.weight.detach()))

@@ -6,9 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from gaussnewton.gram import gram
 from gaussnewton.perdatum import PerDatum
 
 
@@ -78,6 +80,27 @@ class MatrixRule(LayerRule):
         self, module: Any, rows: Float[Tensor, "k n *out"]
     ) -> Float[Tensor, "k n r groups out"]:
         """Gradients at the layer's outputs, sorted by the same positions and groups."""
+
+    def second_moment(
+        self, module: Any, input: Tensor
+    ) -> tuple[Float[Tensor, "groups columns columns"], int]:
+        """Σ a aᵀ over data and positions, and how many they are.
+
+        A layer that can have it without writing out its positions should.
+        """
+        a = self.positions(module, input).flatten(0, 1)
+        return torch.stack([gram(a[:, group]) for group in range(a.shape[1])]), len(a)
+
+    def gradient_moment(
+        self, module: Any, rows: Float[Tensor, "k n *out"]
+    ) -> Float[Tensor, "groups out out"]:
+        """Σ g gᵀ over vectors, data and positions."""
+        g = self.gradients(module, rows).flatten(0, 2)
+        return torch.stack([gram(g[:, group]) for group in range(g.shape[1])])
+
+    def moment_entries(self, module: Any, input: Tensor) -> int:
+        """About how many numbers :meth:`second_moment` writes for each datum on its way."""
+        return self.positions(module, input[:1]).numel()
 
 
 class ChainRule(MatrixRule):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -36,6 +38,13 @@ LINEAR = {
     "images": (nn.Linear(3, 2, bias=False), (5, 2, 4, 3)),
 }
 LAYERS = CONVOLUTIONS | LINEAR
+FEW_LINES = {
+    "one place": (nn.Conv2d(2, 3, 3), (4, 2, 3, 5)),
+    "fewer lines than the kernel has": (nn.Conv2d(2, 3, (5, 2), padding=(3, 0)), (4, 2, 2, 5)),
+    "mostly padding": (nn.Conv1d(2, 3, 3, padding=5, dilation=2), (4, 2, 3)),
+    "padding wider than the kernel": (nn.Conv2d(2, 3, 2, padding=4), (2, 2, 3, 3)),
+    "dilated lines": (nn.Conv2d(3, 4, 3, dilation=(2, 1), padding=(2, 1)), (3, 3, 9, 6)),
+}
 
 
 def parts(name: str) -> tuple[nn.Module, Tensor, Group]:
@@ -67,6 +76,24 @@ def test_gradients_times_positions_are_the_gradient(name: str) -> None:
     g, a = rule.gradients(layer, v.unsqueeze(0))[0], rule.positions(layer, x)
     found = torch.einsum("nrgo,nrgc->goc", g, a).flatten(0, 1)
     assert relative(found, group.matrix(gradient)) < 1e-12
+
+
+@pytest.mark.parametrize("frozen", [None, "bias", "weight"])
+@pytest.mark.parametrize("name", [*LAYERS, *FEW_LINES])
+def test_second_moments_are_those_of_the_positions(name: str, frozen: str | None) -> None:
+    torch.manual_seed(0)
+    layer, shape = (LAYERS | FEW_LINES)[name]
+    layer, x = copy.deepcopy(layer).double(), torch.randn(shape).double()
+    own = getattr(layer, frozen) if frozen else None
+    if own is not None:
+        own.requires_grad_(False)
+    if not any(p.requires_grad for p in layer.parameters()):
+        return  # it has no matrix at all
+    rule = rule_for(layer)
+    a = rule.positions(layer, x)
+    moment, count = rule.second_moment(layer, x)
+    assert count == a.shape[0] * a.shape[1]
+    assert relative(moment, torch.einsum("nrgc,nrgd->gcd", a, a)) < 1e-12
 
 
 def test_patches_are_those_of_unfold() -> None:
