@@ -190,7 +190,7 @@ def _matrices(module: nn.Module, own: Mapping[str, nn.Parameter]) -> list[dict[s
         before, _, name = key.rpartition(".")
         bias_key = f"{before}.{name.replace('weight', 'bias')}".lstrip(".")
         bias = own.get(bias_key)
-        fits = bias is not None and bias.shape == weight.shape[:1] and weight.ndim > 0
+        fits = bias is not None and bias.shape in (weight.shape[:1], weight.shape)
         # The rows of a transposed convolution's weight are its inputs, even if there are as many.
         joined = fits and not isinstance(module, _ConvTransposeNd)
         result[key] = {key: weight} | ({bias_key: bias} if joined and bias is not None else {})
