@@ -15,6 +15,7 @@ from gaussnewton.blocks import Block, Inverse, Inversion
 from gaussnewton.compiled import original
 from gaussnewton.errors import FactorisationError, NonFiniteError
 from gaussnewton.estimators import ESTIMATORS, KFAC, BlockHessian, Estimator, choose, estimator_of
+from gaussnewton.estimators.eigenvalues import Eigenvalues
 from gaussnewton.estimators.shared import empty_block
 from gaussnewton.guarding import GuardedOptimizer
 from gaussnewton.observer import Observation
@@ -43,7 +44,8 @@ class GaussNewton(GuardedOptimizer):
             curvature, not a shrinkage beside it.
         curvature: "kfra", "kflr", "kfac" or an estimator. "auto" takes KFLR where it is cheap,
             as with few outputs, else KFRA; :meth:`explain` says which and why.
-        inversion: "factored", or "exact" by eigendecompositions, which costs more.
+        inversion: "factored", or "exact" by eigendecompositions, which costs more. Blocks with
+            corrected eigenvalues are inverted exactly in any case.
         damping: how τ and γ start and move.
         step_size: how far to go.
         refresh: how often curvature is estimated and inverted.
@@ -415,7 +417,12 @@ class GaussNewton(GuardedOptimizer):
         return f"{table}\ncurvature: {reason}; inversion: {self.inversion}"
 
     def _empty_block(self, group: Group, device: str | None = None) -> Block:
-        return empty_block(original(self.model).get_submodule(group.name), group, device)
+        module = original(self.model).get_submodule(group.name)
+        return empty_block(module, group, device, self._eigenvalues)
+
+    @property
+    def _eigenvalues(self) -> Eigenvalues:
+        return "factored" if self.curvature == "auto" else estimator_of(self.curvature).eigenvalues
 
     # torch.optim.Optimizer
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gaussnewton.blocks.base import Block, Inversion
 from gaussnewton.blocks.dense import DenseBlock
 from gaussnewton.blocks.diagonal import DiagonalBlock
+from gaussnewton.blocks.eigen import EigenBlock
 from gaussnewton.blocks.grouped import GroupedBlock
 from gaussnewton.blocks.kronecker import KroneckerBlock
 from gaussnewton.blocks.scaled import ScaledBlock
@@ -146,7 +147,7 @@ class Curvature(Mapping[str, Block]):
     def _check_alike(self, other: Curvature) -> None:
         for name in self.blocks.keys() | other.blocks.keys():
             a, b = self.blocks.get(name), other.blocks.get(name)
-            fits = a is not None and b is not None and type(a) is type(b)
+            fits = a is not None and b is not None and a.kind == b.kind
             if not fits or (a.rows, a.columns) != (b.rows, b.columns):  # type: ignore[union-attr]
                 raise ValueError(
                     f"the two curvatures differ at layer '{name}': they must be of one model and "
@@ -185,11 +186,14 @@ def load_block(state: Mapping[str, Any]) -> Block:
     """The block of a saved state."""
     if state["type"] == "grouped":
         parts = [load_block(part) for part in state["parts"]]
-        return GroupedBlock(tuple(part for part in parts if isinstance(part, KroneckerBlock)))
+        return GroupedBlock(
+            tuple(part for part in parts if isinstance(part, (KroneckerBlock, EigenBlock)))
+        )
     kinds: dict[str, Callable[..., Block]] = {
         "kronecker": KroneckerBlock,
         "dense": DenseBlock,
         "diagonal": DiagonalBlock,
         "scaled": ScaledBlock,
+        "eigen": EigenBlock,
     }
     return kinds[state["type"]](**{key: value for key, value in state.items() if key != "type"})

@@ -12,10 +12,13 @@ from gaussnewton.blocks import (
     Block,
     DenseBlock,
     DiagonalBlock,
+    EigenBlock,
     GroupedBlock,
     KroneckerBlock,
     ScaledBlock,
 )
+from gaussnewton.estimators.corrected import Gradients, corrected_network
+from gaussnewton.estimators.eigenvalues import Eigenvalues
 from gaussnewton.gram import gram
 from gaussnewton.layers import MatrixRule, SmallRule, TableRule, rule_for
 from gaussnewton.network import Network
@@ -38,7 +41,11 @@ DENSE = 512
 
 
 def shared_blocks(
-    network: Network, roots: Float[Tensor, "n k d"], sharing: Sharing, workspace: int
+    network: Network,
+    roots: Float[Tensor, "n k d"],
+    sharing: Sharing,
+    workspace: int,
+    eigenvalues: Eigenvalues = "factored",
 ) -> dict[str, Block]:
     """One block for each trained layer, from vectors at the outputs.
 
@@ -47,14 +54,19 @@ def shared_blocks(
         roots: for each datum k vectors r with Σ r rᵀ its matrix at the outputs.
         sharing: how positions are taken.
         workspace: about how many bytes the vectors on their way back may take.
+        eigenvalues: of Kronecker blocks.
     """
     sums: dict[str, Tensor] = {}
     small = {name for name, calls in network.calls.items() if _is_small(calls)}
     entries = sum(call.shape.numel() for calls in network.calls.values() for call in calls)
     step = max(1, workspace // max(1, entries * roots.element_size()))
-    for part in roots.transpose(0, 1).split(step):
+    parts = roots.transpose(0, 1).split(step)
+    passes: list[Gradients] = []  # kept where all vectors went back together
+    for part in parts:
         gathered: dict[str, list[Tensor]] = {}
-        for call, rows in network.gradients(part):
+        gradients = list(network.gradients(part))
+        passes = [gradients] if len(parts) == 1 and eigenvalues == "corrected" else []
+        for call, rows in gradients:
             gathered.setdefault(call.name, []).append(_sorted_rows(call, rows))
         for name, found in gathered.items():
             total = _small_moment(found) if name in small else _gradient_moment(found, sharing)
@@ -68,6 +80,9 @@ def shared_blocks(
             result[name] = _small_block(group, sums[name])
         else:
             result[name] = _block(calls, sums[name], sharing)
+    if eigenvalues == "corrected":
+        again = passes or (list(network.gradients(part)) for part in parts)
+        return corrected_network(result, again, workspace)
     return result
 
 
@@ -136,7 +151,12 @@ def _table_block(calls: list[LayerCall], M: Float[Tensor, "columns columns"]) ->
     return ScaledBlock(f.to(M.dtype), M)
 
 
-def empty_block(module: nn.Module, group: Group, device: torch.device | str | None = None) -> Block:
+def empty_block(
+    module: nn.Module,
+    group: Group,
+    device: torch.device | str | None = None,
+    eigenvalues: Eigenvalues = "factored",
+) -> Block:
     """The block of a layer that had no part in a pass: of its own kind, and zero.
 
     On the device "meta" it takes no memory, and still tells kind and sizes.
@@ -154,10 +174,17 @@ def empty_block(module: nn.Module, group: Group, device: torch.device | str | No
         return DenseBlock(zeros(group.size, group.size), rows, columns)
     if isinstance(rule, TableRule):
         return ScaledBlock(zeros(rows), zeros(columns, columns))
+
+    def kronecker(rows: int) -> KroneckerBlock | EigenBlock:
+        Q, G = zeros(columns, columns), zeros(rows, rows)
+        if eigenvalues == "factored":
+            return KroneckerBlock(Q, G)
+        U_Q, U_G = (zeros(d, d).fill_diagonal_(1) for d in (columns, rows))
+        return EigenBlock(Q, G, U_Q, U_G, zeros(rows, columns))
+
     if groups == 1:
-        return KroneckerBlock(zeros(columns, columns), zeros(rows, rows))
-    each = rows // groups
-    return GroupedBlock.of(zeros(groups, columns, columns), zeros(groups, each, each))
+        return kronecker(rows)
+    return GroupedBlock(tuple(kronecker(rows // groups) for _ in range(groups)))
 
 
 def _block(calls: list[LayerCall], G: Tensor, sharing: Sharing) -> Block:

@@ -1,0 +1,143 @@
+r"""Corrected eigenvalues of Kronecker blocks (EKFAC, George et al. 2018).
+
+A layer's exact block is the sum of vec(M) vec(M)ᵀ over data and vectors, with M = Σ_r g_r a_rᵀ
+the gradient of the layer's matrix, summed over the positions r of the datum. Its diagonal in the
+eigenvectors of Q and G is
+
+.. math:: Λ_{ij} = \sum_n \sum_k (u_{G,i}^T M_{nk} u_{Q,j})^2.
+
+Positions are summed before the square is taken, however Q and G took them: nothing but that is
+the diagonal of the exact block, and it costs no more than the gradient of each datum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from gaussnewton.blocks import Block, EigenBlock, GroupedBlock, KroneckerBlock
+from gaussnewton.chain import Chain
+from gaussnewton.estimators.base import check_finite_blocks, kronecker_blocks
+from gaussnewton.estimators.eigenvalues import Eigenvalues
+from gaussnewton.estimators.recursion import Carried, fits_at_once, recursion, summed
+from gaussnewton.layers import MatrixRule
+from gaussnewton.perdatum import PerDatum
+from gaussnewton.tape import LayerCall
+
+Gradients = Sequence[tuple[LayerCall, Float[Tensor, "k n *out"]]]
+"""What some vectors at the outputs become at the outputs of each call."""
+
+
+def chain_blocks(
+    chain: Chain, start: PerDatum, workspace: int, eigenvalues: Eigenvalues
+) -> Mapping[str, Block]:
+    """The blocks of a chain, from each datum's matrix at the outputs.
+
+    The matrices go back once for Q ⊗ G; for corrected eigenvalues they are kept, or, where they
+    do not fit the workspace, go back once more.
+    """
+    carried: Iterable[Carried] = recursion(chain, start, workspace)
+    if eigenvalues == "factored":
+        return kronecker_blocks(chain, summed(carried))
+    keep = fits_at_once(chain, start, workspace)
+    carried = list(carried) if keep else carried
+    blocks = kronecker_blocks(chain, summed(carried))
+    return _corrected_chain(blocks, carried if keep else recursion(chain, start, workspace))
+
+
+def _corrected_chain(
+    blocks: Mapping[str, KroneckerBlock], carried: Iterable[Carried]
+) -> dict[str, Block]:
+    """One position a datum: (u_Gᵀ M u_Q)² is (u_Gᵀ g)² (u_Qᵀ a)²."""
+    bases = _in_eigenvectors(blocks)
+    values: dict[str, Tensor] = {}
+    for link, part, matrices in carried:
+        name = link.call.name
+        (basis,) = bases[name]
+        a = link.rule.rows(link.call.module, link.call.unspoiled_input()[part])
+        found = matrices.diagonal_in(basis.U_G).T @ (a @ basis.U_Q).square_()
+        values[name] = values[name].add_(found) if name in values else found
+    return {name: bases[name][0].with_values(values[name]) for name in blocks}
+
+
+def corrected_network(
+    blocks: Mapping[str, Block], passes: Iterable[Gradients], workspace: int
+) -> dict[str, Block]:
+    """Kronecker blocks in their eigenvectors with corrected eigenvalues; others as they are.
+
+    Args:
+        blocks: of one batch.
+        passes: the gradients that they were made of, some vectors at a time.
+        workspace: about how many bytes the gradients of single data may take.
+    """
+    bases = _in_eigenvectors(blocks)
+    values = {name: [basis.values.zero_() for basis in found] for name, found in bases.items()}
+    for gradients in passes:
+        for name, total in values.items():
+            own = [(call, rows) for call, rows in gradients if call.name == name]
+            if own:
+                _add_squares(total, bases[name], own, workspace)
+    result = dict(blocks)
+    for name, total in values.items():
+        parts = [b.with_values(v) for b, v in zip(bases[name], total, strict=True)]
+        grouped = isinstance(blocks[name], GroupedBlock)
+        result[name] = GroupedBlock(tuple(parts)) if grouped else parts[0]
+    return result
+
+
+def _in_eigenvectors(blocks: Mapping[str, Block]) -> dict[str, list[EigenBlock]]:
+    """Of each layer with Kronecker factors, for each of its groups."""
+    check_finite_blocks(blocks)  # what is not finite has no eigenvectors
+    result = {}
+    for name, block in blocks.items():
+        parts = block.parts if isinstance(block, GroupedBlock) else (block,)
+        if all(isinstance(part, KroneckerBlock) for part in parts):
+            result[name] = [EigenBlock.of(part.Q, part.G) for part in parts]  # type: ignore[attr-defined]
+    return result
+
+
+def _add_squares(
+    totals: Sequence[Tensor], bases: Sequence[EigenBlock], own: Gradients, workspace: int
+) -> None:
+    """Add some vectors' part of Λ, a few data at a time; all calls are positions of one datum."""
+    rules = [(call, _rule(call), rows) for call, rows in own]
+    a = _joined([rule.positions(c.module, c.unspoiled_input()) for c, rule, _ in rules], 1)
+    g = _joined([rule.gradients(call.module, rows) for call, rule, rows in rules], 2)
+    k, n, r, _, rows = g.shape
+    each = k * rows * a.shape[3] if r > 1 else k * rows
+    step = max(1, workspace // max(1, each * g.element_size()))
+    for start in range(0, n, step):
+        part = slice(start, start + step)
+        for group, (total, basis) in enumerate(zip(totals, bases, strict=True)):
+            total += squared_projections(g[:, part, :, group], a[part, :, group], basis)
+
+
+def squared_projections(
+    g: Float[Tensor, "k n r rows"], a: Float[Tensor, "n r columns"], basis: EigenBlock
+) -> Float[Tensor, "rows columns"]:
+    """Σ (U_Gᵀ M U_Q)² over vectors and data, with M = Σ_r g_r a_rᵀ."""
+    k, _, r, rows = g.shape
+    columns = a.shape[2]
+    if r == 1:
+        return (g @ basis.U_G).square_().sum(0).squeeze(1).T @ (a @ basis.U_Q).square_().squeeze(1)
+    # Whichever takes fewer multiplications: the vectors into the basis, or their product.
+    vectors_first = r * (k * rows**2 + columns**2) < k * rows * columns * (rows + columns)
+    if vectors_first:
+        g, a = g @ basis.U_G, a @ basis.U_Q
+    by_datum = g.permute(1, 0, 3, 2).flatten(1, 2)  # n, k rows, r
+    M = (by_datum @ a).unflatten(1, (k, rows))
+    if not vectors_first:
+        M = basis.U_G.T @ (M @ basis.U_Q)
+    return M.square_().sum((0, 1))
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _rule(call: LayerCall) -> MatrixRule:
+    assert isinstance(call.rule, MatrixRule)
+    return call.rule
