@@ -85,11 +85,12 @@ class GroupedBlock(Block):
         return GroupedBlock(tuple(part.double() for part in self.parts))
 
     def with_numbers(self, numbers: Mapping[str, Tensor]) -> GroupedBlock:
-        def of_group(i: int) -> dict[str, Tensor]:
-            return {key: stacked[i] for key, stacked in numbers.items()}
-
-        groups = range(len(self.parts))
-        return GroupedBlock(tuple(self.parts[i].with_numbers(of_group(i)) for i in groups))
+        return GroupedBlock(
+            tuple(
+                part.with_numbers({key: stacked[i] for key, stacked in numbers.items()})
+                for i, part in enumerate(self.parts)
+            )
+        )
 
     @classmethod
     def of(cls, Q: Float[Tensor, "g c c"], G: Float[Tensor, "g r r"]) -> GroupedBlock:

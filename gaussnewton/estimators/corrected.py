@@ -27,8 +27,8 @@ from gaussnewton.layers import MatrixRule
 from gaussnewton.perdatum import PerDatum
 from gaussnewton.tape import LayerCall
 
-Gradients = Sequence[tuple[LayerCall, Float[Tensor, "k n *out"]]]
-"""What some vectors at the outputs become at the outputs of each call."""
+Gradients = Sequence[tuple[LayerCall, Float[Tensor, "..."]]]
+"""What k vectors at the outputs of each datum become at the outputs of each call: [k, n, *out]."""
 
 
 def chain_blocks(
