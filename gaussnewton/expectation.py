@@ -11,10 +11,12 @@ from gaussnewton.blocks import (
     Block,
     DenseBlock,
     DiagonalBlock,
+    EigenBlock,
     GroupedBlock,
     KroneckerBlock,
     ScaledBlock,
 )
+from gaussnewton.estimators.eigenvalues import Eigenvalues
 from gaussnewton.estimators.shared import DENSE
 from gaussnewton.layers.rule import SmallRule, TableRule
 from gaussnewton.parameters import Group, Theta
@@ -34,15 +36,36 @@ class Expected:
     fallback: str = ""
 
 
-def expected_blocks(model: nn.Module, theta: Theta) -> dict[str, Expected]:
+def expected_blocks(
+    model: nn.Module, theta: Theta, eigenvalues: Eigenvalues = "factored"
+) -> dict[str, Expected]:
     """The block of each group, as far as the modules tell."""
     layers = recorded_layers(model, theta)
-    return {
+    result = {
         group.name: _expected(
             group, model.get_submodule(group.module), [x for x in layers if x.name == group.name]
         )
         for group in theta
     }
+    if eigenvalues == "corrected":
+        return {name: _corrected(expected) for name, expected in result.items()}
+    return result
+
+
+def _corrected(expected: Expected) -> Expected:
+    """With eigenvalues of its own, if it is a Kronecker block of one use."""
+    block = expected.block
+    if isinstance(block, KroneckerBlock) and not expected.fallback:
+        return Expected(_eigen(block))
+    if isinstance(block, GroupedBlock):
+        parts = tuple(_eigen(p) for p in block.parts if isinstance(p, KroneckerBlock))
+        return Expected(GroupedBlock(parts), expected.fallback)
+    return expected
+
+
+def _eigen(block: KroneckerBlock) -> EigenBlock:
+    values = block.Q.new_empty(block.rows, block.columns)
+    return EigenBlock(block.Q, block.G, block.Q, block.G, values)
 
 
 def _expected(group: Group, module: nn.Module, layers: list[Layer]) -> Expected:

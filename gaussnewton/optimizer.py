@@ -15,7 +15,8 @@ from gaussnewton.blocks import Block, Inverse, Inversion
 from gaussnewton.compiled import original
 from gaussnewton.errors import FactorisationError, NonFiniteError
 from gaussnewton.estimators import ESTIMATORS, KFAC, BlockHessian, Estimator, choose, estimator_of
-from gaussnewton.expectation import expected_blocks
+from gaussnewton.estimators.eigenvalues import Eigenvalues
+from gaussnewton.expectation import Expected, expected_blocks
 from gaussnewton.guarding import GuardedOptimizer
 from gaussnewton.observer import Observation
 from gaussnewton.observing import Matrices, inner
@@ -43,7 +44,8 @@ class GaussNewton(GuardedOptimizer):
             curvature, not a shrinkage beside it.
         curvature: "kfra", "kflr", "kfac" or an estimator. "auto" takes KFLR where it is cheap,
             as with few outputs, else KFRA; :meth:`explain` says which and why.
-        inversion: "factored", or "exact" by eigendecompositions, which costs more.
+        inversion: "factored", or "exact" by eigendecompositions, which costs more. Blocks with
+            corrected eigenvalues are inverted exactly in any case.
         damping: how τ and γ start and move.
         step_size: how far to go.
         refresh: how often curvature is estimated and inverted.
@@ -265,7 +267,7 @@ class GaussNewton(GuardedOptimizer):
 
     def _prime(self) -> None:
         super()._prime()
-        expected = expected_blocks(original(self.model), self._observer.theta)
+        expected = self._expected()
         for group in self._observer.theta:
             state, like = self._layer_state(group.name), next(iter(group.parameters.values()))
             if "estimates" not in state:
@@ -409,7 +411,7 @@ class GaussNewton(GuardedOptimizer):
         if estimator is None and self.curvature != "auto":
             estimator = estimator_of(self.curvature)
         method = "chosen at the first step" if estimator is None else type(estimator).__name__
-        expected = expected_blocks(original(self.model), self._observer.theta)
+        expected = self._expected()
         rows = [
             [
                 group.name or "(model)",
@@ -421,6 +423,14 @@ class GaussNewton(GuardedOptimizer):
         ]
         table = tabulate(rows, ["layer", "[W | b]", "block", "curvature"], disable_numparse=True)
         return f"{table}\ncurvature: {reason}; inversion: {self.inversion}"
+
+    def _expected(self) -> dict[str, Expected]:
+        """The kind of block of each group, as far as it is known before the first step."""
+        return expected_blocks(original(self.model), self._observer.theta, self._eigenvalues)
+
+    @property
+    def _eigenvalues(self) -> Eigenvalues:
+        return "factored" if self.curvature == "auto" else estimator_of(self.curvature).eigenvalues
 
     # torch.optim.Optimizer
 

@@ -4,6 +4,7 @@ from gaussnewton.blocks.base import Block, Inverse, Inversion
 from gaussnewton.blocks.curvature import Curvature
 from gaussnewton.blocks.dense import DenseBlock
 from gaussnewton.blocks.diagonal import DiagonalBlock
+from gaussnewton.blocks.eigen import EigenBlock
 from gaussnewton.blocks.grouped import GroupedBlock
 from gaussnewton.blocks.joining import ZeroBlock
 from gaussnewton.blocks.kronecker import KroneckerBlock
@@ -14,6 +15,7 @@ __all__ = [
     "Curvature",
     "DenseBlock",
     "DiagonalBlock",
+    "EigenBlock",
     "GroupedBlock",
     "Inverse",
     "Inversion",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gaussnewton.blocks.base import Block, Inversion
 from gaussnewton.blocks.dense import DenseBlock
 from gaussnewton.blocks.diagonal import DiagonalBlock
+from gaussnewton.blocks.eigen import EigenBlock
 from gaussnewton.blocks.grouped import GroupedBlock
 from gaussnewton.blocks.joining import ZeroBlock, averaged, merged
 from gaussnewton.blocks.kronecker import KroneckerBlock
@@ -148,7 +149,7 @@ class Curvature(Mapping[str, Block]):
         for name in self.blocks.keys() | other.blocks.keys():
             a, b = self.blocks.get(name), other.blocks.get(name)
             either_zero = isinstance(a, ZeroBlock) or isinstance(b, ZeroBlock)
-            fits = a is not None and b is not None and (type(a) is type(b) or either_zero)
+            fits = a is not None and b is not None and (a.kind == b.kind or either_zero)
             if not fits or (a.rows, a.columns) != (b.rows, b.columns):  # type: ignore[union-attr]
                 raise ValueError(
                     f"the two curvatures differ at layer '{name}': they must be of one model and "
@@ -187,12 +188,15 @@ def load_block(state: Mapping[str, Any]) -> Block:
     """The block of a saved state."""
     if state["type"] == "grouped":
         parts = [load_block(part) for part in state["parts"]]
-        return GroupedBlock(tuple(part for part in parts if isinstance(part, KroneckerBlock)))
+        return GroupedBlock(
+            tuple(part for part in parts if isinstance(part, (KroneckerBlock, EigenBlock)))
+        )
     kinds: dict[str, Callable[..., Block]] = {
         "kronecker": KroneckerBlock,
         "dense": DenseBlock,
         "diagonal": DiagonalBlock,
         "scaled": ScaledBlock,
         "zero": ZeroBlock,
+        "eigen": EigenBlock,
     }
     return kinds[state["type"]](**{key: value for key, value in state.items() if key != "type"})

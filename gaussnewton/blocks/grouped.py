@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gaussnewton.blocks.base import Block, Inverse, Inversion
+from gaussnewton.blocks.eigen import EigenBlock
 from gaussnewton.blocks.kronecker import KroneckerBlock
+
+Pairs = Iterable[tuple[Any, Any]]
+"""Parts of two blocks that belong together, and are of one kind."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,7 +23,7 @@ class GroupedBlock(Block):
     """Block-diagonal over groups of rows, as the curvature of a convolution with groups is.
 
     Attributes:
-        parts: for each group of rows, from the first on, its own block.
+        parts: for each group of rows, from the first on, its own block; all of one kind.
 
     Example:
         >>> import torch, gaussnewton as gn
@@ -29,7 +33,7 @@ class GroupedBlock(Block):
         (4, 3, 12.0)
     """
 
-    parts: tuple[KroneckerBlock, ...]
+    parts: tuple[KroneckerBlock | EigenBlock, ...]
 
     @property
     def rows(self) -> int:  # type: ignore[override]
@@ -71,16 +75,22 @@ class GroupedBlock(Block):
 
     @property
     def kind(self) -> str:
-        return f"Kronecker, {len(self.parts)} groups"
+        return f"{self.parts[0].kind}, {len(self.parts)} groups"
 
     def numbers(self) -> dict[str, Tensor]:
-        return {"Q": self.Q, "G": self.G}
+        each = [part.numbers() for part in self.parts]
+        return {key: torch.stack([numbers[key] for numbers in each]) for key in each[0]}
 
     def double(self) -> GroupedBlock:
         return GroupedBlock(tuple(part.double() for part in self.parts))
 
     def with_numbers(self, numbers: Mapping[str, Tensor]) -> GroupedBlock:
-        return GroupedBlock.of(numbers["Q"], numbers["G"])
+        return GroupedBlock(
+            tuple(
+                part.with_numbers({key: stacked[i] for key, stacked in numbers.items()})
+                for i, part in enumerate(self.parts)
+            )
+        )
 
     @classmethod
     def of(cls, Q: Float[Tensor, "g c c"], G: Float[Tensor, "g r r"]) -> GroupedBlock:
@@ -98,13 +108,13 @@ class GroupedBlock(Block):
         return torch.stack([part.G for part in self.parts])
 
     def average(self, newer: GroupedBlock, decay: float) -> GroupedBlock:
-        pairs = zip(self.parts, newer.parts, strict=True)
+        pairs: Pairs = zip(self.parts, newer.parts, strict=True)
         return GroupedBlock(tuple(mine.average(other, decay) for mine, other in pairs))
 
     def merge(
         self, other: GroupedBlock, data: tuple[int, int], shares: tuple[float, float]
     ) -> GroupedBlock:
-        pairs = zip(self.parts, other.parts, strict=True)
+        pairs: Pairs = zip(self.parts, other.parts, strict=True)
         return GroupedBlock(tuple(mine.merge(theirs, data, shares) for mine, theirs in pairs))
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from gaussnewton.blocks.base import Block
 from gaussnewton.blocks.dense import DenseBlock
 from gaussnewton.blocks.diagonal import DiagonalBlock
+from gaussnewton.blocks.eigen import EigenBlock
 from gaussnewton.blocks.grouped import GroupedBlock
 from gaussnewton.blocks.kronecker import KroneckerBlock
 from gaussnewton.blocks.scaled import ScaledBlock
@@ -57,7 +58,7 @@ def averaged(one: Block, newer: Block, decay: float) -> Block:
     return one.scaled(decay) if isinstance(newer, ZeroBlock) else one.average(newer, decay)
 
 
-NUMBERS = {"D", "G", "M", "Q", "f", "matrix"}
+NUMBERS = {"D", "G", "M", "Q", "U_G", "U_Q", "f", "matrix", "values"}
 """What the tensors of blocks are called."""
 
 
@@ -74,8 +75,7 @@ def block_of(numbers: Mapping[str, Any], rows: int, columns: int) -> Block | Non
     """
     block: Block | None = None
     if {"Q", "G"} <= numbers.keys():
-        Q, G = numbers["Q"], numbers["G"]
-        block = KroneckerBlock(Q, G) if Q.ndim == 2 else GroupedBlock.of(Q, G)
+        block = _of_factors(numbers)
     elif {"f", "M"} <= numbers.keys():
         block = ScaledBlock(numbers["f"], numbers["M"])
     elif "D" in numbers:
@@ -83,6 +83,17 @@ def block_of(numbers: Mapping[str, Any], rows: int, columns: int) -> Block | Non
     elif "matrix" in numbers and numbers["matrix"].shape[0] == rows * columns:
         block = DenseBlock(numbers["matrix"], rows, columns)
     return block if block is not None and (block.rows, block.columns) == (rows, columns) else None
+
+
+def _of_factors(numbers: Mapping[str, Any]) -> Block:
+    kind = EigenBlock if "values" in numbers else KroneckerBlock
+    names = [field.name for field in fields(kind)]
+    if numbers["Q"].ndim == 2:
+        return kind(**{key: numbers[key] for key in names})
+    count = len(numbers["Q"])
+    return GroupedBlock(
+        tuple(kind(**{key: numbers[key][i] for key in names}) for i in range(count))
+    )
 
 
 def zero_block(rows: int, columns: int, like: Tensor) -> ZeroBlock:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gaussnewton import exact
 from gaussnewton.batch import Batch, batches_in
-from gaussnewton.blocks import Block, Curvature, KroneckerBlock
+from gaussnewton.blocks import Block, Curvature, EigenBlock, KroneckerBlock
 from gaussnewton.errors import BatchError, UnsupportedLossError
 from gaussnewton.estimate import curvature
 from gaussnewton.estimators import Estimator, estimator_of
@@ -217,7 +217,7 @@ class _Truth:
     ) -> Row:
         Q_error: float | None = None
         G_error: float | None = None
-        if isinstance(block, KroneckerBlock) and layer in self.G:
+        if isinstance(block, (KroneckerBlock, EigenBlock)) and layer in self.G:
             Q_error = _relative(block.Q, self.Q[layer])
             G_error = _relative(block.G, self.G[layer])
         kind = "hessian" if estimator.promise == "block" else "gauss_newton"

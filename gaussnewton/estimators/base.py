@@ -13,6 +13,7 @@ from torch import Tensor
 from gaussnewton.blocks import Block, KroneckerBlock
 from gaussnewton.chain import Chain, Link, check_finite
 from gaussnewton.errors import NonFiniteError, UnsupportedGraphError
+from gaussnewton.estimators.eigenvalues import Eigenvalues
 from gaussnewton.network import Network
 from gaussnewton.passage import Passage, passage_of
 from gaussnewton.tape import Record
@@ -26,6 +27,7 @@ class Estimator(ABC):
     """Turns the record of one batch into one block for each trained layer."""
 
     promise: ClassVar[Exactness]
+    eigenvalues: Eigenvalues = "factored"
 
     def __call__(self, record: Record) -> Mapping[str, Block]:
         """The blocks, by the qualified names of the layers, in the order of θ."""
@@ -39,7 +41,7 @@ class Estimator(ABC):
                 blocks = self.estimate(passage)
             else:
                 blocks = self.estimate_network(passage)
-        _check_finite(blocks)
+        check_finite_blocks(blocks)
         return blocks
 
     @abstractmethod
@@ -69,7 +71,8 @@ def kronecker_blocks(
     }
 
 
-def _check_finite(blocks: Mapping[str, Block]) -> None:
+def check_finite_blocks(blocks: Mapping[str, Block]) -> None:
+    """Raise where a block is not finite, with its layer's name."""
     # A trace is enough: no entry of a PSD matrix is larger than its diagonal.
     traces = torch.stack([block.trace().double() for block in blocks.values()])
     for name, finite in zip(blocks, traces.isfinite().tolist(), strict=True):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gaussnewton.blocks import Block, KroneckerBlock
+from gaussnewton.blocks import Block
 from gaussnewton.chain import Chain
-from gaussnewton.estimators.base import Estimator, Exactness, kronecker_blocks
-from gaussnewton.estimators.recursion import summed_recursion
+from gaussnewton.estimators.base import Estimator, Exactness
+from gaussnewton.estimators.corrected import chain_blocks
+from gaussnewton.estimators.eigenvalues import Eigenvalues, check_eigenvalues
 from gaussnewton.estimators.shared import Sharing, shared_blocks
 from gaussnewton.network import Network
 from gaussnewton.perdatum import Roots
@@ -36,6 +38,7 @@ class KFAC(Estimator):
             call, with the same draws: to average over steps, keep one ``gn.KFAC()``.
         workspace: as in :class:`~gaussnewton.KFLR`.
         sharing: as there.
+        eigenvalues: as there, with the same draws as the factors.
 
     Example:
         >>> import torch, gaussnewton as gn
@@ -55,17 +58,20 @@ class KFAC(Estimator):
         seed: int = 0,
         workspace: int = 64 * 2**20,
         sharing: Sharing = "expand",
+        eigenvalues: Eigenvalues = "factored",
     ) -> None:
         if samples < 1:
             raise ValueError(f"KFAC needs at least one sample for each datum, not {samples}")
         self.samples, self.seed, self.workspace = samples, seed, workspace
+        check_eigenvalues(eigenvalues)
         self.sharing: Sharing = sharing
+        self.eigenvalues: Eigenvalues = eigenvalues
         self._generator: torch.Generator | None = None
 
     def __repr__(self) -> str:
         return (
             f"KFAC(samples={self.samples}, seed={self.seed}, workspace={self.workspace}, "
-            f"sharing={self.sharing!r})"
+            f"sharing={self.sharing!r}, eigenvalues={self.eigenvalues!r})"
         )
 
     def generator(self, device: torch.device) -> torch.Generator:
@@ -82,13 +88,15 @@ class KFAC(Estimator):
         """Go on drawing from there."""
         self.generator(device).set_state(state.cpu())
 
-    def estimate(self, chain: Chain) -> dict[str, KroneckerBlock]:
+    def estimate(self, chain: Chain) -> Mapping[str, Block]:
         start = Roots(self._scores(chain.record))
-        return kronecker_blocks(chain, summed_recursion(chain, start, self.workspace))
+        return chain_blocks(chain, start, self.workspace, self.eigenvalues)
 
     def estimate_network(self, network: Network) -> dict[str, Block]:
         scores = self._scores(network.record)
-        return shared_blocks(network, scores, self.sharing, self.workspace, independent=True)
+        return shared_blocks(
+            network, scores, self.sharing, self.workspace, self.eigenvalues, independent=True
+        )
 
     def _scores(self, record: Record) -> Float[Tensor, "n s d"]:
         outputs, targets = record.wide

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gaussnewton.blocks import Block, KroneckerBlock
+from gaussnewton.blocks import Block
 from gaussnewton.chain import Chain
-from gaussnewton.estimators.base import Estimator, Exactness, kronecker_blocks
-from gaussnewton.estimators.recursion import summed_recursion
+from gaussnewton.estimators.base import Estimator, Exactness
+from gaussnewton.estimators.corrected import chain_blocks
+from gaussnewton.estimators.eigenvalues import Eigenvalues, check_eigenvalues
 from gaussnewton.estimators.shared import Sharing, shared_blocks
 from gaussnewton.network import Network
 
@@ -31,6 +33,9 @@ class KFLR(Estimator):
             which one for each datum is the least.
         sharing: how the positions of a datum are taken where a layer uses its weights at many,
             as a convolution does: "expand" or "reduce".
+        eigenvalues: of Kronecker blocks: "factored", the products of those of Q and G; or
+            "corrected", in the same eigenvectors the diagonal of the exact block, which makes a
+            :class:`~gaussnewton.EigenBlock` as near to it as that basis allows (EKFAC).
 
     Example:
         >>> import torch, gaussnewton as gn
@@ -44,14 +49,19 @@ class KFLR(Estimator):
 
     workspace: int = 64 * 2**20
     sharing: Sharing = "expand"
+    eigenvalues: Eigenvalues = "factored"
 
     promise: ClassVar[Exactness] = "G"
 
-    def estimate(self, chain: Chain) -> dict[str, KroneckerBlock]:
+    def __post_init__(self) -> None:
+        check_eigenvalues(self.eigenvalues)
+
+    def estimate(self, chain: Chain) -> Mapping[str, Block]:
         start = chain.record.geometry.hessian(*chain.record.wide)
-        return kronecker_blocks(chain, summed_recursion(chain, start, self.workspace))
+        return chain_blocks(chain, start, self.workspace, self.eigenvalues)
 
     def estimate_network(self, network: Network) -> dict[str, Block]:
         network.refuse_mixed("KFLR")
         roots = network.record.geometry.hessian(*network.record.wide).roots().rows
-        return shared_blocks(network, network.by_datum(roots), self.sharing, self.workspace)
+        roots = network.by_datum(roots)
+        return shared_blocks(network, roots, self.sharing, self.workspace, self.eigenvalues)

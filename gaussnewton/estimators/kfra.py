@@ -10,6 +10,7 @@ from torch import Tensor
 from gaussnewton.blocks import KroneckerBlock
 from gaussnewton.chain import Chain
 from gaussnewton.estimators.base import Estimator, Exactness, kronecker_blocks
+from gaussnewton.estimators.eigenvalues import Eigenvalues, check_eigenvalues
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,10 @@ class KFRA(Estimator):
     It starts from the exact E[𝓗_L], is exact for one datum, and costs the same for any
     number of outputs as they are wide.
 
+    Args:
+        eigenvalues: "factored". There are no "corrected" ones, as :class:`~gaussnewton.KFLR` has,
+            because nothing is known of single data.
+
     Example:
         >>> import torch, gaussnewton as gn
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Sigmoid(),
@@ -33,7 +38,18 @@ class KFRA(Estimator):
         True
     """
 
+    eigenvalues: Eigenvalues = "factored"
+
     promise: ClassVar[Exactness] = "recursion"
+
+    def __post_init__(self) -> None:
+        check_eigenvalues(self.eigenvalues)
+        if self.eigenvalues == "corrected":
+            raise ValueError(
+                "KFRA has no corrected eigenvalues: it sends one expected matrix back, and they "
+                "need the matrix of each datum. Use gn.KFLR(eigenvalues='corrected') or "
+                "gn.KFAC(eigenvalues='corrected')."
+            )
 
     def estimate(self, chain: Chain) -> dict[str, KroneckerBlock]:
         matrix = chain.record.geometry.hessian(*chain.record.wide).total()

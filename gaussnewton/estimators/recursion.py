@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from jaxtyping import Float
 from torch import Tensor
 
-from gaussnewton.chain import Chain
+from gaussnewton.chain import Chain, Link
 from gaussnewton.perdatum import Dense, PerDatum, Roots
 
+Carried = tuple[Link, slice, PerDatum]
+"""A trained layer, some of the data, and their matrices 𝒢_λ at the layer's outputs."""
 
-def summed_recursion(
-    chain: Chain, start: PerDatum, workspace: int
-) -> dict[str, Float[Tensor, "d d"]]:
-    r"""Σ_n 𝒢_λ of each trained layer, exactly.
+
+def recursion(chain: Chain, start: PerDatum, workspace: int) -> Iterator[Carried]:
+    r"""𝒢_λ of each datum at each trained layer, exactly.
 
     .. math:: 𝒢_λ = B_λ W_{λ+1}^T 𝒢_{λ+1} W_{λ+1} B_λ
 
@@ -24,18 +25,33 @@ def summed_recursion(
         workspace: about how many bytes the per-datum matrices may take; the data go
             through in parts of as many as fit.
     """
-    totals: dict[str, Tensor] = {}
     for part in _parts(chain, start, workspace):
         matrices = start.select(part)
         for link in chain:
             matrices = _cheapest(link.segment.pull(matrices, part))
             if link.trained:
-                total = matrices.total()
-                known = totals.get(link.call.name)
-                totals[link.call.name] = total if known is None else known.add_(total)
+                yield link, part, matrices
             if link is not chain.links[-1]:
                 matrices = link.rule.pull(link.call.module, matrices)
+
+
+def summed(carried: Iterable[Carried]) -> dict[str, Float[Tensor, "d d"]]:
+    """Σ_n 𝒢_λ of each trained layer."""
+    totals: dict[str, Tensor] = {}
+    for link, _, matrices in carried:
+        total = matrices.total()
+        known = totals.get(link.call.name)
+        totals[link.call.name] = total if known is None else known.add_(total)
     return totals
+
+
+def fits_at_once(chain: Chain, start: PerDatum, workspace: int) -> bool:
+    """Whether the matrices of all data at all layers may be kept at the same time."""
+    entries, rank = start.rank * start.width, start.rank
+    for link in chain:
+        rank = min(rank, link.call.width)
+        entries += rank * link.call.width
+    return entries * start.data * chain.record.outputs.element_size() <= workspace
 
 
 def _cheapest(matrices: PerDatum) -> PerDatum:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, cast
 
 import torch
@@ -20,6 +20,8 @@ from gaussnewton.blocks import (
 )
 from gaussnewton.blocks.joining import zero_block
 from gaussnewton.blocks.nearest import nearest_kronecker
+from gaussnewton.estimators.corrected import Gradients, corrected_network
+from gaussnewton.estimators.eigenvalues import Eigenvalues
 from gaussnewton.gram import gram
 from gaussnewton.layers import MatrixRule, SmallRule, TableRule
 from gaussnewton.network import Network, family
@@ -52,6 +54,7 @@ def shared_blocks(
     roots: Float[Tensor, "n k d"],
     sharing: Sharing,
     workspace: int,
+    eigenvalues: Eigenvalues = "factored",
     independent: bool = False,
 ) -> dict[str, Block]:
     """One block for each group of parameters, from vectors at the outputs.
@@ -62,30 +65,40 @@ def shared_blocks(
         sharing: how positions are taken.
         workspace: about how many bytes the vectors on their way back may take, and the positions
             that Q is the moment of.
+        eigenvalues: of Kronecker blocks.
         independent: whether the vectors of different data are independent and zero on average,
             so that those of all data may be sent back to a loose parameter at once.
     """
     sums: dict[Key, Tensor] = {}
     loose: dict[str, Tensor] = {}
-    for part in roots.transpose(0, 1).split(network.rows_at_once(workspace)):
-        for key, moment in _moments_back(network, part, sharing):
+    parts = roots.transpose(0, 1).split(network.rows_at_once(workspace))
+    kept: list[Gradients] = []  # where all vectors go back together
+    for part in parts:
+        gradients: Iterable[tuple[LayerCall, Tensor]] = network.gradients(part)
+        if eigenvalues == "corrected" and len(parts) == 1:
+            kept = [gradients := list(gradients)]
+        for key, moment in _moments_back(network, gradients, sharing):
             _add(sums, key, moment)
         for name, moment in _loose_moments(network, part, independent, workspace):
             _add(loose, name, moment)
-    return {
+    result = {
         group.name: DiagonalBlock(loose[group.name].reshape(group.columns, group.rows).T)
         if group.name in loose
         else _block(network, group, sums, sharing, workspace)
         for group in network.record.theta
     }
+    if eigenvalues == "factored":
+        return result
+    passes = kept or (list(network.gradients(part)) for part in parts)
+    return corrected_network(network, result, passes, workspace)
 
 
 def _moments_back(
-    network: Network, rows: Float[Tensor, "k n d"], sharing: Sharing
+    network: Network, gradients: Iterable[tuple[LayerCall, Tensor]], sharing: Sharing
 ) -> Iterator[tuple[Key, Tensor]]:
     """The second moments of what comes back to the calls of each family."""
     gathered: dict[Key, list[Tensor]] = {}
-    for call, found in network.gradients(rows):
+    for call, found in gradients:
         key = call.name, family(call)
         if sharing == "expand" and isinstance(call.rule, MatrixRule):
             yield key, call.rule.gradient_moment(call.module, found)

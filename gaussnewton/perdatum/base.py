@@ -19,8 +19,8 @@ Pullback = Callable[[Tensor], Tensor]
 class PerDatum(ABC):
     """N positive semi-definite matrices M_n of size d × d, one for each datum.
 
-    The operations that move a matrix backwards may use the memory of the matrix they are
-    called on: use only what they return.
+    Going back through a function (``scale``, ``pull_through``) may use the memory of the matrix:
+    use only what is returned. Going back through a layer (``pull``) leaves it as it was.
     """
 
     data: int
@@ -63,6 +63,11 @@ class PerDatum(ABC):
         """All M_n, written out."""
         R = self.roots().rows
         return R.mT @ R
+
+    def diagonal_in(self, U: Float[Tensor, "d e"]) -> Float[Tensor, "n e"]:
+        """The diagonal of Uᵀ M_n U for each datum."""
+        R = self.roots().rows
+        return (R.flatten(0, 1) @ U).square_().unflatten(0, R.shape[:2]).sum(1)
 
     def quadratic(self, v: Float[Tensor, "n d"]) -> Float[Tensor, ""]:
         """The sum of v_nᵀ M_n v_n."""

@@ -45,6 +45,10 @@ class Dense(PerDatum):
     def dense(self) -> Float[Tensor, "n d d"]:
         return self.matrices
 
+    def diagonal_in(self, U: Float[Tensor, "d e"]) -> Float[Tensor, "n e"]:
+        half = (self.matrices.flatten(0, 1) @ U).unflatten(0, self.matrices.shape[:2])
+        return half.mul_(U).sum(1).clamp_(min=0)
+
 
 def psd_root(matrices: Float[Tensor, "n d d"]) -> Float[Tensor, "n d d"]:
     """R with RᵀR = M: by Cholesky where M is definite, by eigenvectors where it is not.

@@ -52,3 +52,6 @@ class Diagonal(PerDatum):
     def select(self, part: slice) -> Diagonal:
         data = len(range(*part.indices(self.data)))
         return Diagonal(self.values if self.is_shared else self.values[part], data)
+
+    def diagonal_in(self, U: Float[Tensor, "d e"]) -> Float[Tensor, "n e"]:
+        return (self.values @ U.square()).expand(self.data, -1)

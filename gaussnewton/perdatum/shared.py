@@ -53,3 +53,8 @@ class Shared(PerDatum):
     def select(self, part: slice) -> Shared:
         data = len(range(*part.indices(self.data)))
         return Shared(self.rows, data, None if self.slope is None else self.slope[part])
+
+    def diagonal_in(self, U: Float[Tensor, "d e"]) -> Float[Tensor, "n e"]:
+        if self.slope is not None:
+            return super().diagonal_in(U)
+        return (self.rows @ U).square().sum(0).expand(self.data, -1)

@@ -71,3 +71,13 @@ class Softmax(PerDatum):
 
     def select(self, part: slice) -> Softmax:
         return Softmax(self.p[part], self.w[part])
+
+    def diagonal_in(self, U: Float[Tensor, "d e"]) -> Float[Tensor, "n e"]:
+        """w (Σ_c p_c u_c² − (Σ_c p_c u_c)²), a variance under p, summed over positions."""
+        u = U.unflatten(0, (self.classes, self.positions))
+        result = self.p.new_zeros(self.data, U.shape[1])
+        for s in range(self.positions):
+            p = self.p[:, :, s]
+            variance = p @ u[:, s].square() - (p @ u[:, s]).square()
+            result += self.w[:, s, None] * variance.clamp(min=0)
+        return result

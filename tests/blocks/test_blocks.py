@@ -12,6 +12,7 @@ from gaussnewton.blocks import (
     Block,
     DenseBlock,
     DiagonalBlock,
+    EigenBlock,
     GroupedBlock,
     KroneckerBlock,
     ScaledBlock,
@@ -47,12 +48,21 @@ def grouped(columns: int = 4) -> GroupedBlock:
     return GroupedBlock((kronecker(1, columns), kronecker(2, columns)))
 
 
+def eigen(rows: int = 3, columns: int = 4) -> EigenBlock:
+    block = EigenBlock.of(psd(columns), psd(rows))
+    return block.with_values(torch.rand(rows, columns, dtype=F64))
+
+
+def grouped_eigen(columns: int = 4) -> GroupedBlock:
+    return GroupedBlock((eigen(1, columns), eigen(2, columns)))
+
+
 def vec(V: Tensor) -> Tensor:
     """Column by column, with a loop."""
     return torch.stack([V[i, j] for j in range(V.shape[1]) for i in range(V.shape[0])])
 
 
-@pytest.mark.parametrize("make", [diagonal, grouped, scaled])
+@pytest.mark.parametrize("make", [diagonal, grouped, scaled, eigen, grouped_eigen])
 def test_what_becomes_of_other_blocks(make) -> None:
     block, other = make(), make()
     C, D = block.dense(), other.dense()
@@ -71,6 +81,11 @@ def test_what_becomes_of_other_blocks(make) -> None:
         merged = block.merge(other, (1, 3), (0.4, 0.6))
         torch.testing.assert_close(merged.f, 0.25 * block.f + 0.75 * other.f)
         torch.testing.assert_close(merged.M, 0.4 * block.M + 0.6 * other.M)
+    elif make is eigen:
+        average = block.average(other, 0.7)
+        torch.testing.assert_close(average.Q, 0.7 * block.Q + 0.3 * other.Q)
+        merged = block.merge(other, (1, 3), (0.4, 0.6))
+        torch.testing.assert_close(merged.G, 0.4 * block.G + 0.6 * other.G)
     else:
         average = block.average(other, 0.7)
         torch.testing.assert_close(
@@ -84,7 +99,9 @@ def test_what_becomes_of_other_blocks(make) -> None:
     assert (flat.T @ flat / 4000 - expected).abs().max() < 0.2
 
 
-@pytest.mark.parametrize("make", [kronecker, dense, diagonal, grouped, scaled])
+@pytest.mark.parametrize(
+    "make", [kronecker, dense, diagonal, grouped, scaled, eigen, grouped_eigen]
+)
 def test_against_the_dense_matrix(make) -> None:
     block: Block = make()
     C, V, k = block.dense(), torch.randn(3, 4, dtype=F64), 0.3
@@ -93,6 +110,57 @@ def test_against_the_dense_matrix(make) -> None:
     torch.testing.assert_close(vec(block.solve(V, k)), torch.linalg.solve(damped, vec(V)))
     torch.testing.assert_close(block.trace(), C.trace())
     torch.testing.assert_close(block.logdet(k), torch.logdet(damped))
+
+
+def in_basis(C: Tensor, block: EigenBlock) -> Tensor:
+    """The diagonal of C in the eigenvectors of a block, entry by entry."""
+    result = torch.zeros_like(block.values)
+    for i in range(block.rows):
+        for j in range(block.columns):
+            u = vec(torch.outer(block.U_G[:, i], block.U_Q[:, j]))
+            result[i, j] = u @ C @ u
+    return result
+
+
+def test_eigenvalues_together_are_the_diagonal_in_the_new_eigenvectors() -> None:
+    block, other = eigen(), eigen()
+    C, D = block.dense(), other.dense()
+    average = block.average(other, 0.7)
+    torch.testing.assert_close(average.values, in_basis(0.7 * C + 0.3 * D, average))
+    merged = block.merge(other, (1, 3), (2.0, 0.5))
+    torch.testing.assert_close(merged.values, in_basis(2 * C + 0.5 * D, merged))
+    torch.testing.assert_close(merged.Q, 0.25 * block.Q + 0.75 * other.Q)
+    for mixed in (average, merged, merged.scaled(7.0)):
+        for U, factor in ((mixed.U_Q, mixed.Q), (mixed.U_G, mixed.G)):
+            torch.testing.assert_close(U.T @ U, torch.eye(len(U), dtype=F64))
+            inner = U.T @ factor @ U
+            torch.testing.assert_close(inner, inner.diagonal().diag())
+
+
+def test_eigenvalues_of_the_factors_are_a_kronecker_block() -> None:
+    block = kronecker()
+    same = EigenBlock.of(block.Q, block.G)
+    torch.testing.assert_close(same.dense(), block.dense())
+    parts = same.numbers()
+    torch.testing.assert_close(same.with_numbers(parts).dense(), block.dense())
+    inverse = same.invert(0.5, "factored")  # which is exact all the same
+    torch.testing.assert_close(inverse.logdet(), block.logdet(0.5))
+    with pytest.raises(ValueError, match="not be negative"):
+        same.invert(-1.0)
+    with pytest.raises(gn.errors.FactorisationError, match="damping above zero"):
+        same.with_values(torch.zeros(3, 4, dtype=F64)).invert(0.0)
+
+
+def test_groups_of_corrected_blocks_are_made_of_stacked_numbers() -> None:
+    block = GroupedBlock((eigen(2), eigen(2)))
+    numbers = block.numbers()
+    assert {key: part.shape[0] for key, part in numbers.items()} == dict.fromkeys(
+        ("Q", "G", "U_Q", "U_G", "values"), 2
+    )
+    assert torch.equal(block.with_numbers(numbers).dense(), block.dense())
+    assert block.kind == "Kronecker, corrected eigenvalues, 2 groups"
+    average = block.average(GroupedBlock((eigen(2), eigen(2))), 1.0)
+    torch.testing.assert_close(average.dense(), block.dense())
 
 
 def test_dense_form_is_kron_of_q_and_g() -> None:

@@ -116,6 +116,15 @@ def test_pull_through(name: str) -> None:
     torch.testing.assert_close(pulled.dense(), J.mT @ M @ J)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_diagonal_in_a_basis(name: str) -> None:
+    form, M = forms()[name]
+    U = rand(D, 5) - 0.5
+    expected = torch.stack([(U.T @ matrix @ U).diagonal() for matrix in M])
+    torch.testing.assert_close(form.diagonal_in(U), expected)
+    torch.testing.assert_close(form.dense(), M)  # and nothing has been overwritten
+
+
 def test_softmax_rank_is_one_less_than_classes() -> None:
     form = Softmax(rand(N, 5, 1).softmax(1), rand(N, 1))
     assert form.roots().rows.shape == (N, 4, 5)
