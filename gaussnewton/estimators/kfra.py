@@ -7,9 +7,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gaussnewton.blocks import KroneckerBlock
+from gaussnewton.blocks import Block, KroneckerBlock
 from gaussnewton.chain import Chain
 from gaussnewton.estimators.base import Estimator, Exactness, kronecker_blocks
+from gaussnewton.expected.blocks import expected_blocks
+from gaussnewton.expected.recursion import expected_matrices
+from gaussnewton.network import Network
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,14 @@ class KFRA(Estimator):
     It starts from the exact E[𝓗_L], is exact for one datum, and costs the same for any
     number of outputs as they are wide.
 
+    In a network that is no chain the expected matrix of all tensors reached so far goes back
+    through one operation after another. Feature maps and sequences are kept as channels, their
+    positions being taken for alike and uncorrelated; docs/kfra.md says what is exact.
+
+    Args:
+        whole: in such a network, feature maps and sequences of up to so many entries a datum are
+            kept with all of their positions. It costs the square of that.
+
     Example:
         >>> import torch, gaussnewton as gn
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Sigmoid(),
@@ -32,6 +43,8 @@ class KFRA(Estimator):
         >>> torch.allclose(kfra["0"].G, kflr["0"].G)
         True
     """
+
+    whole: int = 0
 
     promise: ClassVar[Exactness] = "recursion"
 
@@ -44,3 +57,6 @@ class KFRA(Estimator):
             if link is not chain.links[-1]:
                 matrix = link.rule.pull_expected(link.call.module, matrix)
         return kronecker_blocks(chain, G)
+
+    def estimate_network(self, network: Network) -> dict[str, Block]:
+        return expected_blocks(network, expected_matrices(network, self.whole))

@@ -1,0 +1,101 @@
+"""From expected matrices at the outputs of layers to their blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from gaussnewton.blocks import Block, DenseBlock, DiagonalBlock
+from gaussnewton.estimators.shared import DENSE, empty_block, expanded_block
+from gaussnewton.expected.layout import Layout
+from gaussnewton.expected.recursion import Expected
+from gaussnewton.gram import widened
+from gaussnewton.layers import ConvolutionRule, SmallRule, TableRule
+from gaussnewton.layers.normalisation import BY_ENTRY, normalised
+from gaussnewton.network import Network
+from gaussnewton.parameters import Group
+from gaussnewton.tape import LayerCall
+
+
+def expected_blocks(
+    network: Network, found: list[tuple[LayerCall, Expected]]
+) -> dict[str, Block]:
+    """One block for each trained layer, of the kind that the other estimators give it."""
+    by_name: dict[str, list[tuple[LayerCall, Expected]]] = {}
+    for call, expected in found:
+        by_name.setdefault(call.name, []).append((call, expected))
+    result: dict[str, Block] = {}
+    for group in network.record.theta:
+        own = by_name.get(group.name, [])
+        if not own:
+            result[group.name] = empty_block(network.record.modules[group.name], group)
+        elif isinstance(own[0][0].rule, SmallRule):
+            result[group.name] = _normalising_block(group, own)
+        else:
+            # Q is that of all calls, in the order they were made in.
+            G = torch.stack([_factor(call, expected) for call, expected in own]).sum(0)
+            result[group.name] = expanded_block([call for call, _ in own], G)
+    return result
+
+
+def _factor(call: LayerCall, expected: Expected) -> Float[Tensor, "groups out out"]:
+    """G: the sum over positions, of each group of channels."""
+    shape = expected.layout.shape
+    channels = (0,) if isinstance(call.rule, ConvolutionRule) else (len(shape) - 1,)
+    S = at_channels(expected, Layout(shape, channels))
+    if isinstance(call.rule, TableRule):
+        padding = getattr(call.module, "padding_idx", None)
+        if padding is not None:
+            S = S * (call.input != padding).to(S).mean()
+    groups = int(getattr(call.module, "groups", 1))
+    size = S.shape[0] // groups
+    return torch.stack([S[i : i + size, i : i + size] for i in range(0, S.shape[0], size)])
+
+
+def at_channels(expected: Expected, wanted: Layout) -> Float[Tensor, "c c"]:
+    """The matrix in a layout with at least as many positions."""
+    if expected.layout.channels == wanted.channels or wanted.width == expected.layout.width:
+        return expected.matrix
+    return wanted.summed(expected.matrix)
+
+
+def _normalising_block(group: Group, own: list[tuple[LayerCall, Expected]]) -> Block:
+    r"""For y = w ⊙ x̂ + b: :math:`S ⊙ E[[x̂; 1][x̂; 1]^T]`, as if x̂ and the gradient did not know
+    of each other; summed over the entries that one parameter serves."""
+    total: Tensor | float = 0.0
+    for call, expected in own:
+        total = total + _small_moment(call, expected)
+    assert isinstance(total, Tensor)
+    if group.size <= DENSE:
+        return DenseBlock(total, group.rows, group.columns)
+    return DiagonalBlock(total.diagonal().reshape(group.rows, group.columns).contiguous())
+
+
+def _small_moment(call: LayerCall, expected: Expected) -> Float[Tensor, "size size"]:
+    module: Any = call.module
+    S, layout = expected.matrix, expected.layout
+    hat = widened(layout.gather(normalised(module, call.unspoiled_input()))).flatten(0, 1).to(S)
+    owner = layout.gather(_owners(module, layout.shape))[0]
+    factors = []
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.requires_grad:
+            factors.append(hat if name == "weight" else torch.ones_like(hat))
+    size = int(owner.max()) + 1
+    result = S.new_zeros(len(factors) * size, len(factors) * size)
+    for i, left in enumerate(factors):
+        for j, right in enumerate(factors):
+            part = S * (left.mT @ right / len(hat))
+            at = result[i * size : (i + 1) * size, j * size : (j + 1) * size]
+            at.index_put_((owner.unsqueeze(1), owner.unsqueeze(0)), part, accumulate=True)
+    return result
+
+
+def _owners(module: Any, shape: tuple[int, ...]) -> Tensor:
+    """For each entry of a datum, which entry of w it is multiplied by."""
+    if isinstance(module, BY_ENTRY):
+        tail = tuple(module.normalized_shape)
+        return torch.arange(torch.Size(tail).numel()).reshape(tail).expand(shape)
+    return torch.arange(shape[0]).reshape(-1, *[1] * (len(shape) - 1)).expand(shape)

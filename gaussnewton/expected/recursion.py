@@ -1,0 +1,63 @@
+"""The recursion itself: from the outputs back to the first trained layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from gaussnewton.errors import UnsupportedGraphError
+from gaussnewton.expected.choosing import step_of
+from gaussnewton.expected.frontier import Frontier
+from gaussnewton.expected.graph import WIDEST, Graph
+from gaussnewton.expected.layout import Layout
+from gaussnewton.network import Network
+from gaussnewton.tape import LayerCall
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The expected Gauss-Newton matrix at the outputs of one call of a layer.
+
+    Attributes:
+        matrix: C × C, the sum over positions, and over data as the loss adds them up.
+        layout: what C and the positions are.
+    """
+
+    matrix: Float[Tensor, "c c"]
+    layout: Layout
+
+
+def expected_matrices(network: Network, whole: int = 0) -> list[tuple[LayerCall, Expected]]:
+    """M[y, y] at the outputs y of each call of a trained layer.
+
+    Args:
+        network: the recorded pass, whose graph has not been freed.
+        whole: tensors with positions are kept whole up to so many entries of a datum.
+    """
+    record = network.record
+    size = record.outputs[0].numel()
+    if size > WIDEST:
+        raise UnsupportedGraphError(
+            f"KFRA starts from a matrix over the {size} outputs of a datum, more than {WIDEST}. "
+            "Use 'kflr' or 'kfac'."
+        )
+    graph = Graph(network, whole)
+    frontier = Frontier(graph.layouts)
+    if graph.outputs in graph.layouts:
+        start = record.geometry.hessian(*record.wide).total()
+        frontier.add(graph.outputs, graph.outputs, graph.layouts[graph.outputs].summed(start))
+    trained = {id(call) for calls in network.calls.values() for call in calls}
+    result = []
+    for place in graph.order:
+        call = graph.calls.get(place)
+        if place not in frontier:
+            continue
+        if call is not None and id(call) in trained:
+            result.append((call, Expected(frontier[place], graph.layouts[place])))
+        if any(p in graph.needed for p in graph.sources(place)):
+            frontier.replace(place, step_of(graph, place))
+        else:
+            frontier.pop(place)
+    return result
