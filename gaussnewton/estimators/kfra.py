@@ -10,6 +10,7 @@ from torch import Tensor
 from gaussnewton.blocks import Block, KroneckerBlock
 from gaussnewton.chain import Chain
 from gaussnewton.estimators.base import Estimator, Exactness, kronecker_blocks
+from gaussnewton.estimators.shared import Sharing
 from gaussnewton.expected.blocks import expected_blocks
 from gaussnewton.expected.recursion import expected_matrices
 from gaussnewton.network import Network
@@ -26,10 +27,11 @@ class KFRA(Estimator):
     number of outputs as they are wide.
 
     In a network that is no chain the expected matrix of all tensors reached so far goes back
-    through one operation after another. Feature maps and sequences are kept as channels, their
-    positions being taken for alike and uncorrelated; docs/kfra.md says what is exact.
+    through one operation after another. Feature maps and sequences are kept as channels, all of
+    their positions being taken for alike; docs/kfra.md says what is exact and what is not.
 
     Args:
+        sharing: in such a network, as in :class:`~gaussnewton.KFLR`.
         whole: in such a network, feature maps and sequences of up to so many entries a datum are
             kept with all of their positions. It costs the square of that.
 
@@ -44,6 +46,7 @@ class KFRA(Estimator):
         True
     """
 
+    sharing: Sharing = "expand"
     whole: int = 0
 
     promise: ClassVar[Exactness] = "recursion"
@@ -59,4 +62,4 @@ class KFRA(Estimator):
         return kronecker_blocks(chain, G)
 
     def estimate_network(self, network: Network) -> dict[str, Block]:
-        return expected_blocks(network, expected_matrices(network, self.whole))
+        return expected_blocks(network, expected_matrices(network, self.whole), self.sharing)

@@ -167,6 +167,8 @@ def _block(calls: list[LayerCall], G: Tensor, sharing: Sharing) -> Block:
     return KroneckerBlock(Q[0], G[0]) if len(Q) == 1 else GroupedBlock.of(Q, G)
 
 
-def expanded_block(calls: list[LayerCall], G: Float[Tensor, "groups out out"]) -> Block:
-    """The block of a layer with a matrix or a table, whose G is known; positions are data."""
-    return _block(calls, G, "expand")
+def factored_block(
+    calls: list[LayerCall], G: Float[Tensor, "groups out out"], sharing: Sharing
+) -> Block:
+    """The block of a layer with a matrix or a table, whose G is known."""
+    return _block(calls, G, sharing)

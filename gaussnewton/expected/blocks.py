@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gaussnewton.blocks import Block, DenseBlock, DiagonalBlock
-from gaussnewton.estimators.shared import DENSE, empty_block, expanded_block
+from gaussnewton.estimators.shared import DENSE, Sharing, empty_block, factored_block
 from gaussnewton.expected.layout import Layout
 from gaussnewton.expected.recursion import Expected
 from gaussnewton.gram import widened
@@ -21,7 +21,7 @@ from gaussnewton.tape import LayerCall
 
 
 def expected_blocks(
-    network: Network, found: list[tuple[LayerCall, Expected]]
+    network: Network, found: list[tuple[LayerCall, Expected]], sharing: Sharing
 ) -> dict[str, Block]:
     """One block for each trained layer, of the kind that the other estimators give it."""
     by_name: dict[str, list[tuple[LayerCall, Expected]]] = {}
@@ -35,59 +35,56 @@ def expected_blocks(
         elif isinstance(own[0][0].rule, SmallRule):
             result[group.name] = _normalising_block(group, own)
         else:
-            # Q is that of all calls, in the order they were made in.
-            G = torch.stack([_factor(call, expected) for call, expected in own]).sum(0)
-            result[group.name] = expanded_block([call for call, _ in own], G)
+            factors = [_factor(call, expected, sharing) for call, expected in own]
+            G = torch.stack(factors).sum(0)
+            result[group.name] = factored_block([call for call, _ in own], G, sharing)
     return result
 
 
-def _factor(call: LayerCall, expected: Expected) -> Float[Tensor, "groups out out"]:
-    """G: the sum over positions, of each group of channels."""
+def _factor(
+    call: LayerCall, expected: Expected, sharing: Sharing
+) -> Float[Tensor, "groups out out"]:
+    """G of each group of channels: summed over positions, or over pairs of them."""
     shape = expected.layout.shape
     channels = (0,) if isinstance(call.rule, ConvolutionRule) else (len(shape) - 1,)
-    S = at_channels(expected, Layout(shape, channels))
-    if isinstance(call.rule, TableRule):
-        padding = getattr(call.module, "padding_idx", None)
-        if padding is not None:
-            S = S * (call.input != padding).to(S).mean()
+    S = expected.summed(Layout(shape, channels))[sharing == "reduce"]
+    padding = getattr(call.module, "padding_idx", None)
+    if isinstance(call.rule, TableRule) and padding is not None:
+        S = S * (call.input != padding).to(S).mean()
     groups = int(getattr(call.module, "groups", 1))
     size = S.shape[0] // groups
     return torch.stack([S[i : i + size, i : i + size] for i in range(0, S.shape[0], size)])
 
 
-def at_channels(expected: Expected, wanted: Layout) -> Float[Tensor, "c c"]:
-    """The matrix in a layout with at least as many positions."""
-    if expected.layout.channels == wanted.channels or wanted.width == expected.layout.width:
-        return expected.matrix
-    return wanted.summed(expected.matrix)
-
-
 def _normalising_block(group: Group, own: list[tuple[LayerCall, Expected]]) -> Block:
-    r"""For y = w ⊙ x̂ + b: :math:`S ⊙ E[[x̂; 1][x̂; 1]^T]`, as if x̂ and the gradient did not know
-    of each other; summed over the entries that one parameter serves."""
     total: Tensor | float = 0.0
     for call, expected in own:
         total = total + _small_moment(call, expected)
     assert isinstance(total, Tensor)
     if group.size <= DENSE:
         return DenseBlock(total, group.rows, group.columns)
-    return DiagonalBlock(total.diagonal().reshape(group.rows, group.columns).contiguous())
+    return DiagonalBlock(total.diagonal().reshape(group.columns, group.rows).mT.contiguous())
 
 
 def _small_moment(call: LayerCall, expected: Expected) -> Float[Tensor, "size size"]:
+    r"""For y = w ⊙ x̂ + b: :math:`\sum_{pq} M[y_p, y_q] ⊙ E[[x̂_p; 1][x̂_q; 1]^T]`.
+
+    As if x̂ and the gradient did not know of each other; summed over the entries that one
+    parameter serves.
+    """
     module: Any = call.module
-    S, layout = expected.matrix, expected.layout
-    hat = widened(layout.gather(normalised(module, call.unspoiled_input()))).flatten(0, 1).to(S)
-    owner = layout.gather(_owners(module, layout.shape))[0]
-    factors = []
-    for name, parameter in module.named_parameters(recurse=False):
-        if parameter.requires_grad:
-            factors.append(hat if name == "weight" else torch.ones_like(hat))
-    size = int(owner.max()) + 1
-    result = S.new_zeros(len(factors) * size, len(factors) * size)
+    (D, B), layout = expected.parts, expected.layout
+    hat = widened(layout.gather(normalised(module, call.unspoiled_input()))).to(D)
+    owner = layout.gather(_owners(module, layout.shape))[0].to(D.device)
+    trained = [name for name, p in module.named_parameters(recurse=False) if p.requires_grad]
+    factors = [hat if name == "weight" else torch.ones_like(hat) for name in trained]
+    n, size = len(hat), int(owner.max()) + 1
+    result = D.new_zeros(len(factors) * size, len(factors) * size)
     for i, left in enumerate(factors):
         for j, right in enumerate(factors):
-            part = S * (left.mT @ right / len(hat))
+            part = D * (left.flatten(0, 1).mT @ right.flatten(0, 1) / n)
+            if layout.positions > 1:
+                part = part + B * (left.sum(1).mT @ right.sum(1) / n)
             at = result[i * size : (i + 1) * size, j * size : (j + 1) * size]
             at.index_put_((owner.unsqueeze(1), owner.unsqueeze(0)), part, accumulate=True)
     return result

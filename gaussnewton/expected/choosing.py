@@ -12,19 +12,21 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from gaussnewton.errors import UnsupportedGraphError
+from gaussnewton.expected.convolution import ConvolutionStep
+from gaussnewton.expected.elementwise import ElementwiseStep
 from gaussnewton.expected.frontier import Step
+from gaussnewton.expected.general import GeneralStep
 from gaussnewton.expected.graph import VIEWS, Graph
 from gaussnewton.expected.layers import (
-    ConvolutionStep,
     EntryNormStep,
+    FieldNormStep,
     MatrixStep,
-    fixed_group_slope,
     fixed_slope,
     normalises_channels,
 )
 from gaussnewton.expected.layout import Layout
+from gaussnewton.expected.moving import MovingStep
 from gaussnewton.expected.region import Place, Region, like, shape_of
-from gaussnewton.expected.steps import ElementwiseStep, GeneralStep, MovingStep
 from gaussnewton.gram import widened
 from gaussnewton.layers import ConvolutionRule, LinearRule
 from gaussnewton.layers.normalisation import BY_CHANNEL
@@ -73,6 +75,7 @@ def step_of(graph: Graph, place: Place) -> Step:
             call.rule if call else None, (LinearRule, ConvolutionRule)
         )
         combs = _combs(region, layout, layouts)
+        pools = len(names) == 1 and "Pool" in names[0]
     except (RuntimeError, TypeError, NotImplementedError) as error:
         if isinstance(error, UnsupportedGraphError):
             raise
@@ -80,7 +83,7 @@ def step_of(graph: Graph, place: Place) -> Step:
             f"KFRA cannot go back through {', '.join(dict.fromkeys(names))}, behind "
             f"{graph.before(place)} ({error}). Use 'kflr' or 'kfac'."
         ) from error
-    return GeneralStep(region, layout, layouts, combs, constant)
+    return GeneralStep(region, layout, layouts, combs, pools, constant)
 
 
 def _layer_step(graph: Graph, place: Place, call: LayerCall) -> Step | None:
@@ -98,19 +101,19 @@ def _layer_step(graph: Graph, place: Place, call: LayerCall) -> Step | None:
     if normalises_channels(module, own):
         return EntryNormStep(input, module, call.unspoiled_input(), own)
     if isinstance(module, BY_CHANNEL) and own == layout:
-        slope = _norm_slope(module, call.unspoiled_input(), own)
-        return None if slope is None else ElementwiseStep((input,), [own.gather(slope)])
+        return _channel_norm_step(graph, place, module, call.unspoiled_input())
     return None
 
 
-def _norm_slope(module: Any, values: Tensor, own: Layout) -> Tensor | None:
-    """Statistics of a batch are always constants, those of a datum where it has positions."""
-    if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
-        return fixed_slope(module, values)
-    instance = not isinstance(module, nn.GroupNorm)
-    if instance and module.running_var is not None and not module.training:
-        return fixed_slope(module, values)
-    return fixed_group_slope(module, values) if own.positions > 1 else None
+def _channel_norm_step(graph: Graph, place: Place, module: Any, values: Tensor) -> Step | None:
+    (input,), own = graph.sources(place), graph.layouts[place]
+    of_batch = isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
+    stored = getattr(module, "running_var", None) is not None and not module.training
+    if of_batch or stored:
+        return ElementwiseStep((input,), [own.gather(fixed_slope(module, values))])
+    if own.positions == 1:  # nothing is taken for alike: exactly, by rows
+        return None
+    return FieldNormStep(graph.region(place), own, [own], fixed_slope(module, values))
 
 
 def _slopes(region: Region, layout: Layout, layouts: Sequence[Layout]) -> list[Tensor] | None:

@@ -12,17 +12,20 @@ from gaussnewton.expected.region import Place
 
 
 class Step(ABC):
-    """What an operation y = φ(x₁ … x_k) does to expected matrices."""
+    """What an operation y = φ(x₁ … x_k) does to expected matrices.
+
+    Matrices are stacks of the two parts of :mod:`~gaussnewton.expected.homogeneous`.
+    """
 
     inputs: tuple[Place, ...]
 
     @abstractmethod
-    def second(self, S: Float[Tensor, "c c"]) -> dict[tuple[int, int], Tensor]:
-        """E[Jᵢᵀ S Jⱼ] for i ≤ j; pairs that are left out are zero."""
+    def second(self, M: Float[Tensor, "2 c c"]) -> dict[tuple[int, int], Tensor]:
+        """E[Jᵢᵀ M Jⱼ] for i ≤ j."""
 
     @abstractmethod
-    def cross(self, B: Float[Tensor, "c e"]) -> list[Tensor | None]:
-        """E[Jᵢ]ᵀ B for each input; None where it is zero."""
+    def cross(self, M: Float[Tensor, "2 c e"], positions: int) -> list[Tensor]:
+        """E[Jᵢ]ᵀ M for each input, M being with another tensor of so many positions."""
 
 
 class Frontier:
@@ -33,8 +36,6 @@ class Frontier:
 
     .. math:: M[x_i, x_j] \mathrel{+}= E[J_i^T M[y, y] J_j], \qquad
               M[x_i, z] \mathrel{+}= E[J_i]^T M[y, z]
-
-    Tensors with different numbers of positions have no block in common.
     """
 
     def __init__(self, layouts: dict[Place, Layout]) -> None:
@@ -44,18 +45,15 @@ class Frontier:
     def __contains__(self, place: Place) -> bool:
         return place in self._blocks
 
-    def __getitem__(self, place: Place) -> Float[Tensor, "c c"]:
+    def __getitem__(self, place: Place) -> Float[Tensor, "2 c c"]:
         return self._blocks[place][place]
 
-    def add(self, u: Place, v: Place, block: Tensor) -> None:
+    def add(self, u: Place, v: Place, block: Float[Tensor, "2 a b"]) -> None:
         """Add to M[u, v], and its transpose to M[v, u]."""
-        if self.layouts[u].positions != self.layouts[v].positions:
-            return
-        for a, b, part in ((u, v, block), (v, u, block.mT)):
+        pairs = [(u, v, block)] if u == v else [(u, v, block), (v, u, block.mT)]
+        for a, b, part in pairs:
             row = self._blocks.setdefault(a, {})
             row[b] = row[b] + part if b in row else part
-            if u == v:
-                return
 
     def pop(self, place: Place) -> dict[Place, Tensor]:
         """Take a tensor out, and return its row of blocks."""
@@ -67,13 +65,11 @@ class Frontier:
     def replace(self, y: Place, step: Step) -> None:
         """Put the inputs of an operation in the place of its output."""
         row = self.pop(y)
-        S = row.pop(y, None)
-        if S is None:
-            return
-        for z, B in row.items():
-            for x, part in zip(step.inputs, step.cross(B), strict=True):
-                if part is not None:
-                    # x may be there already: M[x, x] then gets both E[J]ᵀ M[y, x] and its transpose.
-                    self.add(x, z, part + part.mT if x == z else part)
-        for (i, j), part in step.second(S).items():
+        M = row.pop(y)
+        for z, block in row.items():
+            moved = step.cross(block, self.layouts[z].positions)
+            for x, part in zip(step.inputs, moved, strict=True):
+                # x may be there already: M[x, x] then gets both E[J]ᵀ M[y, x] and its transpose.
+                self.add(x, z, part + part.mT if x == z else part)
+        for (i, j), part in step.second(M).items():
             self.add(step.inputs[i], step.inputs[j], part)

@@ -86,6 +86,12 @@ class Layout:
             total += matrix[places][:, places]
         return total
 
+    def summed_pairs(self, matrix: Float[Tensor, "d d"]) -> Float[Tensor, "c c"]:
+        """The sum of the blocks between all pairs of positions."""
+        order = self.numbers.reshape(-1).to(matrix.device)
+        tiles = (self.positions, self.width)
+        return matrix[order][:, order].reshape(*tiles, *tiles).sum((0, 2))
+
 
 def through_view(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """The channels of a tensor after a change of shape; None where they got mixed with positions.

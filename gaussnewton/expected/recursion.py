@@ -11,6 +11,7 @@ from gaussnewton.errors import UnsupportedGraphError
 from gaussnewton.expected.choosing import step_of
 from gaussnewton.expected.frontier import Frontier
 from gaussnewton.expected.graph import WIDEST, Graph
+from gaussnewton.expected.homogeneous import from_sums, sum_all, sum_same
 from gaussnewton.expected.layout import Layout
 from gaussnewton.network import Network
 from gaussnewton.tape import LayerCall
@@ -21,12 +22,23 @@ class Expected:
     """The expected Gauss-Newton matrix at the outputs of one call of a layer.
 
     Attributes:
-        matrix: C × C, the sum over positions, and over data as the loss adds them up.
-        layout: what C and the positions are.
+        parts: what each position has of its own, and what all have in common.
+        layout: what channels and positions are.
     """
 
-    matrix: Float[Tensor, "c c"]
+    parts: Float[Tensor, "2 c c"]
     layout: Layout
+
+    def summed(self, wanted: Layout) -> tuple[Float[Tensor, "c c"], Float[Tensor, "c c"]]:
+        """The matrices of all positions, summed; and those between all positions, too.
+
+        Args:
+            wanted: a layout of the same tensor with as many positions, or more if there is one.
+        """
+        P = self.layout.positions
+        if P == wanted.positions:
+            return sum_same(self.parts, P), sum_all(self.parts, (P, P))
+        return wanted.summed(self.parts[0]), wanted.summed_pairs(self.parts[0])
 
 
 def expected_matrices(network: Network, whole: int = 0) -> list[tuple[LayerCall, Expected]]:
@@ -47,7 +59,10 @@ def expected_matrices(network: Network, whole: int = 0) -> list[tuple[LayerCall,
     frontier = Frontier(graph.layouts)
     if graph.outputs in graph.layouts:
         start = record.geometry.hessian(*record.wide).total()
-        frontier.add(graph.outputs, graph.outputs, graph.layouts[graph.outputs].summed(start))
+        layout = graph.layouts[graph.outputs]
+        sums = layout.summed(start), layout.summed_pairs(start)
+        P = layout.positions
+        frontier.add(graph.outputs, graph.outputs, from_sums(*sums, (P, P)))
     trained = {id(call) for calls in network.calls.values() for call in calls}
     result = []
     for place in graph.order:
