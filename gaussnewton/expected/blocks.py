@@ -69,15 +69,19 @@ def _normalising_block(group: Group, own: list[tuple[LayerCall, Expected]]) -> B
 def _small_moment(call: LayerCall, expected: Expected) -> Float[Tensor, "size size"]:
     r"""For y = w ⊙ x̂ + b: :math:`\sum_{pq} M[y_p, y_q] ⊙ E[[x̂_p; 1][x̂_q; 1]^T]`.
 
-    As if x̂ and the gradient did not know of each other; summed over the entries that one
-    parameter serves.
+    As if x̂ and the gradient did not know of each other, but for the slope of an elementwise
+    function behind the layer, which knows a lot of x̂: there M is taken behind it, and s ⊙ x̂ and s
+    instead of x̂ and 1. Summed over the entries that one parameter serves.
     """
     module: Any = call.module
     (D, B), layout = expected.parts, expected.layout
+    slope: Tensor | float = 1.0
+    if expected.behind is not None:
+        (D, B), slope = expected.behind
     hat = widened(layout.gather(normalised(module, call.unspoiled_input()))).to(D)
     owner = layout.gather(_owners(module, layout.shape))[0].to(D.device)
     trained = [name for name, p in module.named_parameters(recurse=False) if p.requires_grad]
-    factors = [hat if name == "weight" else torch.ones_like(hat) for name in trained]
+    factors = [slope * (hat if name == "weight" else torch.ones_like(hat)) for name in trained]
     n, size = len(hat), int(owner.max()) + 1
     result = D.new_zeros(len(factors) * size, len(factors) * size)
     for i, left in enumerate(factors):

@@ -69,7 +69,8 @@ def step_of(graph: Graph, place: Place) -> Step:
     try:
         slopes = _slopes(region, layout, layouts)
         if slopes is not None:
-            return ElementwiseStep(region.inputs, slopes)
+            region, slopes = _grown(graph, region, slopes)
+            return ElementwiseStep(region.inputs, slopes, region)
         _check_data(graph, place, region)
         constant = set(names) <= CONSTANT or isinstance(
             call.rule if call else None, (LinearRule, ConvolutionRule)
@@ -128,6 +129,38 @@ def _slopes(region: Region, layout: Layout, layouts: Sequence[Layout]) -> list[T
                 return None
             slopes.append(widened(own.gather(slope)))
     return slopes
+
+
+def _grown(
+    graph: Graph, region: Region, slopes: list[Tensor]
+) -> tuple[Region, list[Tensor]]:
+    """More of the graph, as long as it stays elementwise: of x · σ(x) all is one function of x.
+
+    What lies inside need not be taken for independent of anything.
+    """
+    layout = graph.layouts[region.output]
+    refused: set[Place] = set()
+    while True:
+        candidates = [
+            place
+            for place in region.inputs
+            if place not in graph.calls and place not in refused
+            if graph.layouts[place] == layout and graph.only_used_in(place, region)
+        ]
+        if not candidates:
+            return region, slopes
+        inner = graph.region(candidates[0])
+        inputs = [p for p in region.inputs if p != candidates[0]]
+        larger = Region(
+            region.output,
+            list(dict.fromkeys([*inputs, *inner.inputs])),
+            [*(node for node in region.nodes if node not in inner.nodes), *inner.nodes],
+        )
+        found = _slopes(larger, layout, [graph.layouts[p] for p in larger.inputs])
+        if found is None:
+            refused.add(candidates[0])
+        else:
+            region, slopes = larger, found
 
 
 def _check_data(graph: Graph, place: Place, region: Region) -> None:

@@ -43,16 +43,11 @@ class ConvolutionStep(Step):
 
     def second(self, M: Float[Tensor, "2 c c"]) -> dict[tuple[int, int], Tensor]:
         D, B, W = M[0], M[1], self.W.to(M)
-        counts = self._counts(W)
-        N = torch.einsum("k,koi->oi", counts, W)
-        same = torch.einsum("k,koi,op,kpj->ij", counts, W, D, W)
-        all = N.mT @ B @ N
-        for taps, count in _patterns(self.reached):
-            U = torch.einsum("k,koi->oi", taps.to(W), W)
-            all = all + count * (U.mT @ D @ U)
-        for taps, count in _patterns([inside.movedim(1, 0) for inside in self.reached]):
-            V = torch.einsum("k,koi->oi", taps.to(W), W)
-            same = same + count * (V.mT @ B @ V)
+        N = torch.einsum("k,koi->oi", self._counts(W), W)
+        # Of pairs of positions: one tap leads from q to p, or several where borders are reflected.
+        same = self._pulled([table.flatten(0, 1) for table in self.reached], D)
+        same = same + self._pulled([table.sum(0) for table in self.reached], B)
+        all = self._pulled([table.sum(1) for table in self.reached], D) + N.mT @ B @ N
         return {(0, 0): from_sums(same, all, (self.own.positions, self.own.positions))}
 
     def cross(self, M: Float[Tensor, "2 c e"], positions: int) -> list[Tensor]:
@@ -66,6 +61,17 @@ class ConvolutionStep(Step):
             if has_own and self.layout.spatial == self.own.spatial:
                 same = same + torch.einsum("k,koi->oi", self._home(W), W).mT @ M[0]
         return [from_sums(same, all, (P, positions))]
+
+    def _pulled(
+        self, tables: list[Tensor], S: Float[Tensor, "c c"]
+    ) -> Float[Tensor, "a a"]:
+        """Σ Uᵀ S U over all sets of taps, U being the sum of a set, and one table a dimension."""
+        W = self.W.to(S)
+        total = S.new_zeros(W.shape[2], W.shape[2])
+        for taps, count in _patterns(tables):
+            U = torch.einsum("k,koi->oi", taps.to(W), W)
+            total += count * (U.mT @ S @ U)
+        return total
 
     def _counts(self, like: Tensor) -> Float[Tensor, " k"]:
         """n_k."""
@@ -107,10 +113,10 @@ def _outer(vectors: list[Tensor]) -> Tensor:
     return result
 
 
-def _patterns(tables: list[Float[Tensor, "q p k"]]) -> Iterator[tuple[Tensor, int]]:
-    """The sets of taps at the positions of the first axis, and at how many each is found."""
-    found = [torch.unique(table.sum(1), dim=0, return_counts=True) for table in tables]
+def _patterns(tables: list[Tensor]) -> Iterator[tuple[Tensor, int]]:
+    """The sets of taps in the rows of all tables together, and how often each is there."""
+    found = [torch.unique(table, dim=0, return_counts=True) for table in tables]
     for chosen in product(*(range(len(rows)) for rows, _ in found)):
-        rows = [found[i][0][index] for i, index in enumerate(chosen)]
-        count = prod(int(found[i][1][index]) for i, index in enumerate(chosen))
-        yield _outer(rows), count
+        taps = _outer([found[i][0][index] for i, index in enumerate(chosen)])
+        if bool(taps.any()):
+            yield taps, prod(int(found[i][1][index]) for i, index in enumerate(chosen))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gaussnewton.expected.frontier import Step
 from gaussnewton.expected.homogeneous import from_sums
-from gaussnewton.expected.region import Place
+from gaussnewton.expected.region import Place, Region
 from gaussnewton.gram import widened
 
 
@@ -24,10 +24,16 @@ class ElementwiseStep(Step):
     Args:
         inputs: x₁ … x_k.
         slopes: s of each input, at each datum and position.
+        region: what lies between, where it was found in the graph.
     """
 
-    def __init__(self, inputs: Sequence[Place], slopes: Sequence[Float[Tensor, "n p c"]]) -> None:
-        self.inputs = tuple(inputs)
+    def __init__(
+        self,
+        inputs: Sequence[Place],
+        slopes: Sequence[Float[Tensor, "n p c"]],
+        region: Region | None = None,
+    ) -> None:
+        self.inputs, self.region = tuple(inputs), region
         self.slopes = [widened(s) for s in slopes]
 
     def second(self, M: Float[Tensor, "2 c c"]) -> dict[tuple[int, int], Tensor]:

@@ -38,6 +38,7 @@ class Graph:
         order: all tensors whose layout is known, each before those it depends on.
         layouts: of them.
         calls: the layer that returned a tensor, where one did.
+        users: the tensors that were computed from one.
     """
 
     def __init__(self, network: Network, whole: int) -> None:
@@ -52,6 +53,10 @@ class Graph:
         }
         trained = {id(call) for calls in network.calls.values() for call in calls}
         places = list(self._forward())
+        self.users: dict[Place, list[Place]] = {place: [] for place in places}
+        for place in places:
+            for source in self.sources(place):
+                self.users[source].append(place)
         self.needed: set[Place] = set()
         self._layouts: dict[Place, Layout | None] = {}
         for place in places:
@@ -108,6 +113,12 @@ class Graph:
                 elif leads(following):
                     stack.append((following[0], False))
         return Region(place, list(inputs), list(reversed(finished)))
+
+    def only_used_in(self, place: Place, region: Region) -> bool:
+        """Whether a tensor is an input of a region and of nothing else."""
+        return all(
+            user not in self.calls and user[0] in region.nodes for user in self.users[place]
+        )
 
     def before(self, place: Place) -> str:
         """The name of a layer that a tensor was computed from, for an error."""

@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import prod
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 
@@ -58,13 +58,13 @@ class Layout:
     def _others(self) -> tuple[int, ...]:
         return tuple(axis for axis in range(len(self.shape)) if axis not in self.channels)
 
-    def gather(self, tensor: Float[Tensor, "*k _"]) -> Tensor:
+    def gather(self, tensor: Tensor) -> Shaped[Tensor, "*k p c"]:
         """From ``[…, *shape]`` to ``[…, P, C]``."""
         lead = tensor.ndim - len(self.shape)
         order = [*range(lead), *(lead + axis for axis in (*self._others, *self.channels))]
         return tensor.permute(order).reshape(*tensor.shape[:lead], self.positions, self.width)
 
-    def scatter(self, tensor: Float[Tensor, "*k p c"]) -> Tensor:
+    def scatter(self, tensor: Shaped[Tensor, "*k p c"]) -> Tensor:
         """From ``[…, P, C]`` to ``[…, *shape]``; the inverse of :meth:`gather`."""
         lead, axes = tensor.ndim - 2, (*self._others, *self.channels)
         apart = tensor.reshape(*tensor.shape[:-2], *(self.shape[axis] for axis in axes))

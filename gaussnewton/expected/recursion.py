@@ -9,10 +9,12 @@ from torch import Tensor
 
 from gaussnewton.errors import UnsupportedGraphError
 from gaussnewton.expected.choosing import step_of
+from gaussnewton.expected.elementwise import ElementwiseStep
 from gaussnewton.expected.frontier import Frontier
 from gaussnewton.expected.graph import WIDEST, Graph
 from gaussnewton.expected.homogeneous import from_sums, sum_all, sum_same
 from gaussnewton.expected.layout import Layout
+from gaussnewton.expected.region import Place
 from gaussnewton.network import Network
 from gaussnewton.tape import LayerCall
 
@@ -24,10 +26,13 @@ class Expected:
     Attributes:
         parts: what each position has of its own, and what all have in common.
         layout: what channels and positions are.
+        behind: where the output is used by an elementwise function alone, the same matrix at the
+            result of that function, and its slope at each datum.
     """
 
     parts: Float[Tensor, "2 c c"]
     layout: Layout
+    behind: tuple[Float[Tensor, "2 c c"], Float[Tensor, "n p c"]] | None = None
 
     def summed(self, wanted: Layout) -> tuple[Float[Tensor, "c c"], Float[Tensor, "c c"]]:
         """The matrices of all positions, summed; and those between all positions, too.
@@ -65,14 +70,20 @@ def expected_matrices(network: Network, whole: int = 0) -> list[tuple[LayerCall,
         frontier.add(graph.outputs, graph.outputs, from_sums(*sums, (P, P)))
     trained = {id(call) for calls in network.calls.values() for call in calls}
     result = []
+    behind: dict[Place, tuple[Tensor, Tensor]] = {}
     for place in graph.order:
-        call = graph.calls.get(place)
-        if place not in frontier:
+        if place not in frontier:  # inside of a larger function
             continue
+        call, M = graph.calls.get(place), frontier[place]
         if call is not None and id(call) in trained:
-            result.append((call, Expected(frontier[place], graph.layouts[place])))
-        if any(p in graph.needed for p in graph.sources(place)):
-            frontier.replace(place, step_of(graph, place))
-        else:
+            result.append((call, Expected(M, graph.layouts[place], behind.get(place))))
+        if not any(p in graph.needed for p in graph.sources(place)):
             frontier.pop(place)
+            continue
+        step = step_of(graph, place)
+        if isinstance(step, ElementwiseStep) and step.region is not None:
+            for x, slope in zip(step.inputs, step.slopes, strict=True):
+                if graph.only_used_in(x, step.region):
+                    behind[x] = (M, slope)
+        frontier.replace(place, step)
     return result

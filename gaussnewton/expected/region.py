@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,7 +62,9 @@ class Region:
 
     def pull_rows(self, rows: Float[Tensor, "r n *y"]) -> list[Tensor]:
         """The same for r vectors of each datum at once."""
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            # Some backwards, as that of attention, are done row by row all the same.
+            warnings.filterwarnings("ignore", message="There is a performance drop")
             try:
                 return list(torch.func.vmap(lambda v: tuple(self.pull(v)))(rows))
             except (RuntimeError, NotImplementedError, ValueError):  # cannot be batched
