@@ -151,9 +151,9 @@ def measure(name: str, steps: int) -> tuple[gn.Alignment, dict[str, float]]:
     k = DAMPING * sum(float(block.trace()) for block in traces.values()) / size
     seconds = {}
     for title, method in METHODS.items():
-        start = time.perf_counter()
+        start = time.process_time()
         gn.curvature(model, criterion, batch, method=method)
-        seconds[title] = time.perf_counter() - start
+        seconds[title] = time.process_time() - start
     found = gn.alignment(
         model, criterion, batch, list(METHODS.values()), "exact", damping=k, max_iterations=400
     )
@@ -168,7 +168,7 @@ def table(name: str, steps: int) -> str:
     for layer, cosines in found.layers.items():
         rows.append([layer, *(f"{cosines[step]:.3f}" for step in titles)])
     rows.append(["whole, full GN", *(f"{found.whole[step]:.3f}" for step in titles)])
-    rows.append(["seconds", *(f"{seconds[title]:.3f}" for title in titles.values())])
+    rows.append(["CPU seconds", *(f"{seconds[title]:.3f}" for title in titles.values())])
     body = tabulate(rows, ["layer", *titles.values()], tablefmt="github", disable_numparse=True)
     residual = max(s.residual for s in (found.whole_solve, *found.layer_solves.values()))
     return (
@@ -193,7 +193,7 @@ def main() -> None:
             "# KFRA in networks that are no chains\n\nCosines of each layer's damped step with "
             "that of its exact Gauss-Newton block, by\n\n    python benchmarks/kfra_networks.py "
             f"--save {arguments.save}\n\n`reduce` is `sharing='reduce'` of the estimators; "
-            "seconds are those of one estimate.\n"
+            "CPU seconds are those of one estimate, on one thread.\n"
         )
         arguments.save.write_text("\n".join([head, *parts]))
 

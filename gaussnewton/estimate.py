@@ -36,7 +36,7 @@ def curvature(
     Args:
         model: a network of ``nn.Linear``, ``nn.Conv1d/2d/3d``, ``nn.Embedding`` and normalising
             layers, connected in any way, with any functions between that treat each datum by
-            itself. KFRA and the Hessian need a chain of linear layers.
+            itself. The Hessian needs a chain of linear layers.
         criterion: a loss module, or a plain function of outputs and targets, which is
             wrapped as :class:`~gaussnewton.Loss`.
         data: one batch, a tuple ``(inputs, targets)``; or an iterable of batches such as a

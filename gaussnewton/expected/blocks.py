@@ -9,15 +9,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gaussnewton.blocks import Block, DenseBlock, DiagonalBlock
+from gaussnewton.errors import UnsupportedGraphError
 from gaussnewton.estimators.shared import DENSE, Sharing, empty_block, factored_block
 from gaussnewton.expected.layout import Layout
 from gaussnewton.expected.recursion import Expected
 from gaussnewton.gram import widened
-from gaussnewton.layers import ConvolutionRule, SmallRule, TableRule
+from gaussnewton.layers import ConvolutionRule, LinearRule, NormalisationRule, TableRule
 from gaussnewton.layers.normalisation import BY_ENTRY, normalised
 from gaussnewton.network import Network
 from gaussnewton.parameters import Group
 from gaussnewton.tape import LayerCall
+
+_KNOWN = (LinearRule, ConvolutionRule, TableRule, NormalisationRule)
 
 
 def expected_blocks(
@@ -32,7 +35,12 @@ def expected_blocks(
         own = by_name.get(group.name, [])
         if not own:
             result[group.name] = empty_block(network.record.modules[group.name], group)
-        elif isinstance(own[0][0].rule, SmallRule):
+        elif not isinstance(own[0][0].rule, _KNOWN):
+            raise UnsupportedGraphError(
+                f"KFRA does not know the block of layer '{group.name}', a "
+                f"{type(own[0][0].module).__name__}. Use 'kflr' or 'kfac'."
+            )
+        elif isinstance(own[0][0].rule, NormalisationRule):
             result[group.name] = _normalising_block(group, own)
         else:
             factors = [_factor(call, expected, sharing) for call, expected in own]

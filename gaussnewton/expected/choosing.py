@@ -36,22 +36,21 @@ from gaussnewton.tape import LayerCall
 MOST_POSITIONS = 64
 """Where positions must go back one by one, so many of them speak for all."""
 
-MOVES = VIEWS | frozenset(
-    f"{name}Backward{number}"
-    for name in (
-        "Permute Transpose T Slice Select Split SplitWithSizes UnsafeSplit Unbind Cat Stack "
-        "ConstantPadNd Flip Roll Narrow PixelShuffle PixelUnshuffle ToCopy"
-    ).split()
-    for number in range(3)
+_MOVING = (
+    *("Permute", "Transpose", "T", "Slice", "Select", "Narrow", "Split", "SplitWithSizes"),
+    *("UnsafeSplit", "Unbind", "Cat", "Stack", "ConstantPadNd", "Flip", "Roll", "PixelShuffle"),
+    "PixelUnshuffle",
 )
-CONSTANT = frozenset(
-    f"{name}Backward{number}"
-    for name in (
-        "Mean Sum AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveAvgPool3D UpsampleNearest1D "
-        "UpsampleNearest2D UpsampleNearest3D UpsampleBilinear2D Expand Repeat Add Sub"
-    ).split()
-    for number in range(3)
+MOVES = VIEWS | frozenset(f"{name}Backward{k}" for name in _MOVING for k in range(3))
+"""Nodes that move entries and change none."""
+
+_CONSTANT = (
+    *("Mean", "Sum", "AvgPool2D", "AvgPool3D", "AdaptiveAvgPool2D", "AdaptiveAvgPool3D"),
+    *("UpsampleNearest1D", "UpsampleNearest2D", "UpsampleNearest3D", "UpsampleBilinear2D"),
+    *("Expand", "Repeat", "Add", "Sub"),
 )
+CONSTANT = frozenset(f"{name}Backward{k}" for name in _CONSTANT for k in range(3))
+"""Nodes that are linear, and the same for all data."""
 
 
 def step_of(graph: Graph, place: Place) -> Step:
@@ -90,14 +89,14 @@ def step_of(graph: Graph, place: Place) -> Step:
 def _layer_step(graph: Graph, place: Place, call: LayerCall) -> Step | None:
     """A layer's own rule, where its layouts allow it."""
     (input,) = graph.sources(place)
-    layout, own, module = graph.layouts[place], graph.layouts[input], call.module
-    assert isinstance(module, nn.Module)
+    layout, own = graph.layouts[place], graph.layouts[input]
+    module: Any = call.module
     if isinstance(call.rule, LinearRule):
         last = (len(own.shape) - 1,)
         return MatrixStep(input, module.weight) if own.channels == layout.channels == last else None
     if isinstance(call.rule, ConvolutionRule):
         if own.channels == layout.channels == (0,):
-            return ConvolutionStep(input, module, layout, own)  # type: ignore[arg-type]
+            return ConvolutionStep(input, module, layout, own)
         return None
     if normalises_channels(module, own):
         return EntryNormStep(input, module, call.unspoiled_input(), own)
@@ -131,9 +130,7 @@ def _slopes(region: Region, layout: Layout, layouts: Sequence[Layout]) -> list[T
     return slopes
 
 
-def _grown(
-    graph: Graph, region: Region, slopes: list[Tensor]
-) -> tuple[Region, list[Tensor]]:
+def _grown(graph: Graph, region: Region, slopes: list[Tensor]) -> tuple[Region, list[Tensor]]:
     """More of the graph, as long as it stays elementwise: of x · σ(x) all is one function of x.
 
     What lies inside need not be taken for independent of anything.

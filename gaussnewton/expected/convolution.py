@@ -21,9 +21,10 @@ from gaussnewton.layers.convolution import Convolution
 class ConvolutionStep(Step):
     r"""A convolution between two feature maps, each kept as channels.
 
-    :math:`y_q = \sum_k W_k x_{sq + dk - p}` in every dimension, with stride s, dilation d and padding
-    p. With :math:`n_k` the number of q for which tap k is inside of x, :math:`U_q` the sum of the
-    taps that are inside at q, and :math:`V_p` the sum of those that position p of x is seen by,
+    :math:`y_q = \sum_k W_k x_{sq + dk - r}` in every dimension, with stride s, dilation d and
+    padding r. With :math:`n_k` the number of q for which tap k is inside of x, :math:`U_q` the sum
+    of the taps that are inside at q, and :math:`V_p` the sum of those that position p of x is seen
+    by,
 
     .. math::
         \sum_p M[x_p, x_p] &= \sum_k n_k W_k^T D W_k + \sum_p V_p^T B V_p, \\
@@ -56,15 +57,13 @@ class ConvolutionStep(Step):
         has_own = positions == self.layout.positions
         all = positions * (N.mT @ M[1]) + (N.mT @ M[0] if has_own else 0)
         P, same = self.own.positions, None
-        if P == positions:
+        if positions == P:
             same = N.mT @ M[1]
             if has_own and self.layout.spatial == self.own.spatial:
                 same = same + torch.einsum("k,koi->oi", self._home(W), W).mT @ M[0]
         return [from_sums(same, all, (P, positions))]
 
-    def _pulled(
-        self, tables: list[Tensor], S: Float[Tensor, "c c"]
-    ) -> Float[Tensor, "a a"]:
+    def _pulled(self, tables: list[Tensor], S: Float[Tensor, "c c"]) -> Float[Tensor, "a a"]:
         """Σ Uᵀ S U over all sets of taps, U being the sum of a set, and one table a dimension."""
         W = self.W.to(S)
         total = S.new_zeros(W.shape[2], W.shape[2])

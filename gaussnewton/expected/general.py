@@ -144,14 +144,14 @@ class GeneralStep(Step):
             found = self._constant(at_y, n) if self.constant else self._each(at_y, n)
             yield slice(begin, begin + len(part)), found
 
-    def _each(self, at_y: Float[Tensor, "r *y"], n: int) -> list[Tensor]:
+    def _each(self, at_y: Tensor, n: int) -> list[Tensor]:
         found = self.region.pull_rows(at_y.unsqueeze(1).expand(-1, n, *self.layout.shape))
         return [
             widened(own.gather(g.reshape(len(at_y), n, *own.shape)))
             for own, g in zip(self.layouts, found, strict=True)
         ]
 
-    def _constant(self, at_y: Float[Tensor, "r *y"], n: int) -> list[Tensor]:
+    def _constant(self, at_y: Tensor, n: int) -> list[Tensor]:
         lacking = -len(at_y) % n
         padded = torch.cat([at_y, at_y.new_zeros(lacking, *self.layout.shape)])
         found = self.region.pull_rows(padded.reshape(-1, n, *self.layout.shape))

@@ -11,7 +11,6 @@ from torch.autograd.graph import get_gradient_edge
 from gaussnewton.errors import UnsupportedGraphError
 from gaussnewton.expected.layout import Layout, through_view
 from gaussnewton.expected.region import Place, Region, shape_of
-from gaussnewton.layers import ConvolutionRule
 from gaussnewton.layers.normalisation import BY_CHANNEL, BY_ENTRY
 from gaussnewton.network import Network
 from gaussnewton.tape import LayerCall
@@ -116,9 +115,7 @@ class Graph:
 
     def only_used_in(self, place: Place, region: Region) -> bool:
         """Whether a tensor is an input of a region and of nothing else."""
-        return all(
-            user not in self.calls and user[0] in region.nodes for user in self.users[place]
-        )
+        return all(user not in self.calls and user[0] in region.nodes for user in self.users[place])
 
     def before(self, place: Place) -> str:
         """The name of a layer that a tensor was computed from, for an error."""
@@ -159,24 +156,18 @@ class Graph:
         return None if channels is None else Layout(datum, channels)
 
     def _made_by(self, call: LayerCall, datum: tuple[int, ...]) -> tuple[int, ...]:
-        if isinstance(call.rule, ConvolutionRule):
-            return (0,)
         if isinstance(call.module, (*BY_CHANNEL, *BY_ENTRY)):
             known = [self._layouts.get(p) for p in self.sources(_place(call))]
             if known and known[0] is not None and known[0].shape == datum:
                 return known[0].channels
-            return _wanted_by(call.module, len(datum))
-        return (len(datum) - 1,)
+        return _wanted_by(call.module, len(datum))
 
     def _demand(self, call: LayerCall) -> None:
         """A layer tells what its input is where nothing else does."""
         for place in self.sources(_place(call)):
             if self._layouts.get(place) is None:
                 shape = tuple(call.input.shape[1:])
-                channels = (0,) if isinstance(call.rule, ConvolutionRule) else (len(shape) - 1,)
-                if isinstance(call.module, (*BY_CHANNEL, *BY_ENTRY)):
-                    channels = _wanted_by(call.module, len(shape))
-                self._layouts[place] = Layout(shape, channels)
+                self._layouts[place] = Layout(shape, _wanted_by(call.module, len(shape)))
 
     def _inherited(self, place: Place, datum: tuple[int, ...]) -> tuple[int, ...] | None:
         """The channels of a tensor that no layer returned, from those of its inputs."""
@@ -217,10 +208,12 @@ def _place(call: LayerCall) -> Place:
 
 
 def _wanted_by(module: nn.Module, rank: int) -> tuple[int, ...]:
-    """The channels of a layer that normalises: the first axis, or the last ones."""
+    """What are channels to a layer: the first axis, or the last ones."""
     if isinstance(module, BY_ENTRY):
         return tuple(range(rank))[-len(module.normalized_shape) :]
-    return (0,)
+    if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d, *BY_CHANNEL)):
+        return (0,)
+    return (rank - 1,)
 
 
 def _order(node: Any, rank: int) -> list[int] | None:

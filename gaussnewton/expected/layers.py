@@ -106,7 +106,7 @@ class FieldNormStep(GeneralStep):
         return {(0, 0): (same, same)}
 
     @cached_property
-    def home_jacobians(self) -> list[Float[Tensor, "c a"]]:  # type: ignore[override]
+    def home_jacobians(self) -> list[Float[Tensor, "c a"]]:
         return [self.slope.mean(0).sum(0).diag()]
 
 

@@ -106,7 +106,7 @@ def _sum_all(D: Float[Tensor, "c c"], left: _Move, right: _Move) -> Float[Tensor
 
 
 def _sum_same(M: Float[Tensor, "2 c c"], left: _Move, right: _Move) -> Float[Tensor, "a b"]:
-    """Σ over pairs of entries at one position of the inputs; D where they were together in y too."""
+    """Σ over pairs of entries at one position of the inputs; D where they came from one, too."""
     total = M.new_zeros(left.width, right.width)
     # Only whether positions of y are the same matters, so they are counted from one of them.
     first = left.position.amax(1, keepdim=True)

@@ -41,7 +41,7 @@ class Expected:
             wanted: a layout of the same tensor with as many positions, or more if there is one.
         """
         P = self.layout.positions
-        if P == wanted.positions:
+        if wanted.positions == P:
             return sum_same(self.parts, P), sum_all(self.parts, (P, P))
         return wanted.summed(self.parts[0]), wanted.summed_pairs(self.parts[0])
 

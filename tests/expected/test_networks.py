@@ -333,7 +333,9 @@ def test_what_mixes_data_is_named() -> None:
 
     torch.manual_seed(0)
     model, batch = Net().double(), (torch.randn(4, 4).double(), classes(4))
-    with pytest.raises(gn.errors.UnsupportedGraphError, match=r"SoftmaxBackward0.*layer 'gate'.*mixes"):
+    with pytest.raises(
+        gn.errors.UnsupportedGraphError, match=r"SoftmaxBackward0.*layer 'gate'.*mixes"
+    ):
         gn.curvature(model, nn.CrossEntropyLoss(), batch, method="kfra")
 
 
