@@ -299,6 +299,37 @@ def test_channels_are_near_to_the_exact_factors(name: str) -> None:
         assert float(values.min()) > -1e-10 * float(values.max())
 
 
+def test_a_norm_before_an_activation_is_exact_for_any_batch() -> None:
+    """Which entries an activation lets through has much to do with x̂."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.ReLU(), nn.Linear(5, 2)).double()
+    nn.init.normal_(model[1].bias)
+    batch = torch.randn(9, 3).double(), torch.randn(9, 2).double()
+    found = gn.curvature(model, nn.MSELoss(), batch, method="kfra")
+    exact = gn.exact.gauss_newton_blocks(model, nn.MSELoss(), batch)
+    assert relative(found["1"].dense(), exact["1"]) < 1e-12
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("norm", [nn.GroupNorm(2, 4), nn.GroupNorm(1, 4), nn.GroupNorm(4, 4)])
+def test_what_all_positions_have_in_common_goes_back_through_a_norm(
+    norm: nn.Module, sharing: str
+) -> None:
+    torch.manual_seed(0)
+    norm = copy.deepcopy(norm)
+    nn.init.normal_(norm.weight)
+    model = nn.Sequential(
+        nn.Conv1d(2, 4, 2), norm, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(4, 2)
+    ).double()
+    batch = torch.randn(7, 2, 6).double(), torch.randn(7, 2).double()
+    found, expected = (
+        gn.curvature(model, nn.MSELoss(), batch, method=kind(sharing=sharing))
+        for kind in (gn.KFRA, gn.KFLR)
+    )
+    scale = float(expected["4"].G.norm())
+    assert float((found["0"].G - expected["0"].G).norm()) < 1e-12 * scale
+
+
 def test_statistics_of_a_batch_are_constants() -> None:
     model, (x, y) = made("images", 6)
     assert isinstance(model, Images)

@@ -249,6 +249,22 @@ def test_general_functions(name: str) -> None:
     check(step, datum_jacobians(f, xs), layout, layouts)
 
 
+def test_some_positions_speak_for_all() -> None:
+    torch.manual_seed(0)
+    xs = [torch.randn(5, 3, 1).double().expand(-1, -1, 6), torch.randn(5, 3, 1).double()]
+    layout, layouts = Layout((3, 6), (0,)), [Layout((3, 6), (0,)), Layout((3, 1), (0,))]
+    region = region_of(lambda x, g: x * g, xs)
+    whole, part = (
+        GeneralStep(region, layout, layouts, [torch.tensor([p]) for p in chosen])
+        for chosen in (range(6), (1, 4))
+    )
+    M = parts(3)
+    for key, expected in whole.second(M).items():
+        assert near(part.second(M)[key], expected), key
+    for found, expected in zip(part.cross(M, 6), whole.cross(M, 6), strict=True):
+        assert near(found, expected)
+
+
 @pytest.mark.parametrize("f", [pooled, lambda x: F.avg_pool2d(x, 2)])
 def test_pooling(f: Callable[..., Tensor]) -> None:
     torch.manual_seed(0)
