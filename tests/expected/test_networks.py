@@ -284,6 +284,14 @@ def test_linear_layers_on_sequences_with_a_loss_at_each_step() -> None:
         assert relative(found[name].G, block.G) < 1e-12, name
 
 
+def test_a_padded_word_gets_no_gradient() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(4, 3, padding_idx=0), nn.Linear(3, 2)).double()
+    batch = torch.tensor([[0, 1, 2], [3, 0, 0]]), torch.randn(2, 3, 2).double()
+    found, expected = (gn.curvature(model, nn.MSELoss(), batch, method=m) for m in ("kfra", "kflr"))
+    assert relative(found["0"].dense(), expected["0"].dense()) < 1e-12
+
+
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "branches"])
 def test_channels_are_near_to_the_exact_factors(name: str) -> None:
     model, batch = made(name, 40)

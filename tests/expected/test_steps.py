@@ -194,7 +194,7 @@ def test_slopes_that_differ_between_positions() -> None:
 
 MOVES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], tuple[int, ...]]] = {
     "flatten": (lambda x: x.flatten(1), [(3, 2, 4)], (0,)),
-    "to a sequence": (lambda x: x.view(2, 3, 8), [(3, 2, 4)], (0,)),
+    "to a sequence": (lambda x: x.view(len(x), 3, 8), [(3, 2, 4)], (0,)),
     "transpose": (lambda x: x.transpose(1, 2), [(3, 8)], (1,)),
     "slice of positions": (lambda x: x[:, :, 1::2], [(3, 4)], (0,)),
     "slice of channels": (lambda x: x[:, :2], [(3, 4)], (0,)),
@@ -202,6 +202,8 @@ MOVES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], tuple[int, 
     "cat of positions": (lambda x, y: torch.cat([x, y], 2), [(3, 4), (3, 1)], (0,)),
     "first of a sequence": (lambda x: x.select(2, 0), [(3, 4)], (0,)),
     "pad": (lambda x: F.pad(x, (1, 2)), [(3, 4)], (0,)),
+    "channels become positions": (lambda x: x.view(len(x), 2, 6), [(4, 3)], (0,)),
+    "positions become channels": (lambda x: x.view(len(x), 4, 3), [(2, 6)], (0,)),
     "turn": (lambda x: x.flip(2), [(3, 4)], (0,)),
 }
 
@@ -216,9 +218,8 @@ def test_moves(name: str) -> None:
     layout = Layout.whole(shape) if len(shape) == 1 else Layout(shape, channels)
     region = region_of(f, xs)
     assert len(region.nodes) == 1
-    one = [x[:1] for x in xs]
-    alone = {"to a sequence": lambda x: x.view(1, 3, 8)}.get(name, f)
-    check(MovingStep(region, layout, layouts), datum_jacobians(alone, one), layout, layouts)
+    jacobians = datum_jacobians(f, [x[:1] for x in xs])
+    check(MovingStep(region, layout, layouts), jacobians, layout, layouts)
 
 
 def pooled(x: Tensor) -> Tensor:
