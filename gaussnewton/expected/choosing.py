@@ -168,7 +168,7 @@ def _check_data(graph: Graph, place: Place, region: Region) -> None:
             raise UnsupportedGraphError(
                 f"{', '.join(dict.fromkeys(region.names))} behind {graph.before(place)} mixes the "
                 "data of a batch. The curvature of one datum, which KFRA needs, is not defined "
-                "there: use 'kfac'."
+                "there: use 'kfac', or call model.eval() first."
             )
 
 
