@@ -16,7 +16,7 @@ from gaussnewton.compiled import original
 from gaussnewton.errors import FactorisationError, NonFiniteError
 from gaussnewton.estimators import ESTIMATORS, KFAC, BlockHessian, Estimator, choose, estimator_of
 from gaussnewton.estimators.eigenvalues import Eigenvalues
-from gaussnewton.expectation import Expected, expected_blocks
+from gaussnewton.foreseen import Foreseen, foreseen_blocks
 from gaussnewton.guarding import GuardedOptimizer
 from gaussnewton.observer import Observation
 from gaussnewton.observing import Matrices, inner
@@ -267,11 +267,11 @@ class GaussNewton(GuardedOptimizer):
 
     def _prime(self) -> None:
         super()._prime()
-        expected = self._expected()
+        foreseen = self._foreseen()
         for group in self._observer.theta:
             state, like = self._layer_state(group.name), next(iter(group.parameters.values()))
             if "estimates" not in state:
-                for key, part in expected[group.name].block.numbers().items():
+                for key, part in foreseen[group.name].block.numbers().items():
                     state[key] = torch.zeros_like(part, device=like.device)
                 state["estimates"] = 0
             if self.step_size.calibrate:
@@ -411,12 +411,12 @@ class GaussNewton(GuardedOptimizer):
         if estimator is None and self.curvature != "auto":
             estimator = estimator_of(self.curvature)
         method = "chosen at the first step" if estimator is None else type(estimator).__name__
-        expected = self._expected()
+        foreseen = self._foreseen()
         rows = [
             [
                 group.name or "(model)",
                 f"{group.rows} x {group.columns}",
-                expected[group.name].block.kind,
+                foreseen[group.name].block.kind,
                 method,
             ]
             for group in self._observer.theta
@@ -424,9 +424,9 @@ class GaussNewton(GuardedOptimizer):
         table = tabulate(rows, ["layer", "[W | b]", "block", "curvature"], disable_numparse=True)
         return f"{table}\ncurvature: {reason}; inversion: {self.inversion}"
 
-    def _expected(self) -> dict[str, Expected]:
+    def _foreseen(self) -> dict[str, Foreseen]:
         """The kind of block of each group, as far as it is known before the first step."""
-        return expected_blocks(original(self.model), self._observer.theta, self._eigenvalues)
+        return foreseen_blocks(original(self.model), self._observer.theta, self._eigenvalues)
 
     @property
     def _eigenvalues(self) -> Eigenvalues:

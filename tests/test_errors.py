@@ -145,7 +145,7 @@ def test_graphs_that_are_not_chains(name: str, method: str) -> None:
     forward, message = NO_CHAINS[name]
     torch.manual_seed(0)
     model = Graph(forward)
-    if method in ("kfra", "hessian"):
+    if method == "hessian":
         with pytest.raises(errors.UnsupportedGraphError, match=message):
             gn.curvature(model, nn.CrossEntropyLoss(), (X, Y), method=method)
     else:
@@ -157,10 +157,10 @@ def test_data_that_are_mixed(method: str) -> None:
     model = Graph(
         lambda m, x: m.c(m.b(torch.nn.functional.batch_norm(m.a(x), None, None, training=True)))
     )
-    with pytest.raises(
-        errors.UnsupportedGraphError,
-        match=r"between layer 'a' and the outputs mixes the data.*use 'kfac'.*eval",
-    ):
+    message = r"between layer 'a' and the outputs mixes the data.*use 'kfac'.*eval"
+    if method == "kfra":  # which knows the operation
+        message = r"NativeBatchNormBackward0 behind layer 'a' mixes the data.*use 'kfac'.*eval"
+    with pytest.raises(errors.UnsupportedGraphError, match=message):
         gn.curvature(model, nn.CrossEntropyLoss(), (X, Y), method=method)
 
 

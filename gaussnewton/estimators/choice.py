@@ -40,7 +40,7 @@ def choose(chain: Passage) -> Choice:
     if isinstance(chain, Network):
         if chain.mixing is None and outputs <= FEW:
             return Choice(KFLR(), f"KFLR is exact, and cheap with {_count(outputs)}")
-        return Choice(KFAC(), f"KFRA needs a chain of layers: {chain.objection}")
+        return Choice(KFAC(), f"KFAC is the cheapest where there is no chain: {chain.objection}")
     kflr, kfra = _rows_back(chain, outputs) / _pass(chain), _expected_back(chain) / _pass(chain)
     costs = f"{kflr:.2g} forward and backward passes of the batch; KFRA: {kfra:.2g}"
     if kflr <= AFFORDABLE:

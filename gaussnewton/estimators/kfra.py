@@ -7,10 +7,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gaussnewton.blocks import KroneckerBlock
+from gaussnewton.blocks import Block, KroneckerBlock
 from gaussnewton.chain import Chain
 from gaussnewton.estimators.base import Estimator, Exactness, kronecker_blocks
 from gaussnewton.estimators.eigenvalues import Eigenvalues, check_eigenvalues
+from gaussnewton.estimators.shared import Sharing
+from gaussnewton.expected.blocks import expected_blocks
+from gaussnewton.expected.recursion import expected_matrices
+from gaussnewton.network import Network
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,14 @@ class KFRA(Estimator):
     It starts from the exact E[𝓗_L], is exact for one datum, and costs the same for any
     number of outputs as they are wide.
 
+    In a network that is no chain the expected matrix of all tensors reached so far goes back
+    through one operation after another. Feature maps and sequences are kept as channels, all of
+    their positions being taken for alike; docs/kfra.md says what is exact and what is not.
+
     Args:
+        sharing: in such a network, as in :class:`~gaussnewton.KFLR`.
+        whole: in such a network, feature maps and sequences of up to so many entries a datum are
+            kept with all of their positions. It costs the square of that.
         eigenvalues: "factored". There are no "corrected" ones, as :class:`~gaussnewton.KFLR` has,
             because nothing is known of single data.
 
@@ -38,6 +49,8 @@ class KFRA(Estimator):
         True
     """
 
+    sharing: Sharing = "expand"
+    whole: int = 0
     eigenvalues: Eigenvalues = "factored"
 
     promise: ClassVar[Exactness] = "recursion"
@@ -60,3 +73,6 @@ class KFRA(Estimator):
             if link is not chain.links[-1]:
                 matrix = link.rule.pull_expected(link.call.module, matrix)
         return kronecker_blocks(chain, G)
+
+    def estimate_network(self, network: Network) -> dict[str, Block]:
+        return expected_blocks(network, expected_matrices(network, self.whole), self.sharing)

@@ -24,7 +24,7 @@ from gaussnewton.estimators.corrected import Gradients, corrected_network
 from gaussnewton.estimators.eigenvalues import Eigenvalues
 from gaussnewton.gram import gram
 from gaussnewton.layers import MatrixRule, SmallRule, TableRule
-from gaussnewton.network import Network, family
+from gaussnewton.network import WORKSPACE, Network, family
 from gaussnewton.parameters import Group
 from gaussnewton.tape import LayerCall
 
@@ -298,3 +298,10 @@ def _side_by_side(blocks: dict[Family, Block]) -> Block:
     """The matrices that are one below the other, each with its own block."""
     parts = {kind[1] or 0: block for kind, block in blocks.items()}
     return GroupedBlock(tuple(cast(KroneckerBlock, parts[i]) for i in sorted(parts)))
+
+
+def factored_block(
+    group: Group, calls: list[LayerCall], G: Float[Tensor, "groups out out"], sharing: Sharing
+) -> Block:
+    """The block of a group with a matrix or a table, whose G is known."""
+    return _matrix_block(group, calls, G, sharing, WORKSPACE)

@@ -250,10 +250,12 @@ def test_kfac_of_mixed_data_is_the_datums_own_block() -> None:
     assert relative(found.G, expected) < 0.05
 
 
-def test_kfra_says_why_it_cannot() -> None:
+def test_the_hessian_says_why_it_cannot() -> None:
     model, batch = images(2)
-    with pytest.raises(gn.errors.UnsupportedGraphError, match=r"KFRA.*'features.0'.*Use 'kflr'"):
-        gn.curvature(model, nn.CrossEntropyLoss(), batch, method="kfra")
+    with pytest.raises(
+        gn.errors.UnsupportedGraphError, match=r"BlockHessian.*'features.0'.*Use 'kflr'"
+    ):
+        gn.curvature(model, nn.CrossEntropyLoss(), batch, method="hessian")
 
 
 def test_a_parameter_used_beside_its_layer_has_its_exact_diagonal() -> None:

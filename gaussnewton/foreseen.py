@@ -24,7 +24,7 @@ from gaussnewton.tape import Layer, recorded_layers
 
 
 @dataclass(frozen=True)
-class Expected:
+class Foreseen:
     """A block to come.
 
     Attributes:
@@ -36,31 +36,31 @@ class Expected:
     fallback: str = ""
 
 
-def expected_blocks(
+def foreseen_blocks(
     model: nn.Module, theta: Theta, eigenvalues: Eigenvalues = "factored"
-) -> dict[str, Expected]:
+) -> dict[str, Foreseen]:
     """The block of each group, as far as the modules tell."""
     layers = recorded_layers(model, theta)
     result = {
-        group.name: _expected(
+        group.name: _foreseen(
             group, model.get_submodule(group.module), [x for x in layers if x.name == group.name]
         )
         for group in theta
     }
     if eigenvalues == "corrected":
-        return {name: _corrected(expected) for name, expected in result.items()}
+        return {name: _corrected(foreseen) for name, foreseen in result.items()}
     return result
 
 
-def _corrected(expected: Expected) -> Expected:
+def _corrected(foreseen: Foreseen) -> Foreseen:
     """With eigenvalues of its own, if it is a Kronecker block of one use."""
-    block = expected.block
-    if isinstance(block, KroneckerBlock) and not expected.fallback:
-        return Expected(_eigen(block))
+    block = foreseen.block
+    if isinstance(block, KroneckerBlock) and not foreseen.fallback:
+        return Foreseen(_eigen(block))
     if isinstance(block, GroupedBlock):
         parts = tuple(_eigen(p) for p in block.parts if isinstance(p, KroneckerBlock))
-        return Expected(GroupedBlock(parts), expected.fallback)
-    return expected
+        return Foreseen(GroupedBlock(parts), foreseen.fallback)
+    return foreseen
 
 
 def _eigen(block: KroneckerBlock) -> EigenBlock:
@@ -68,20 +68,20 @@ def _eigen(block: KroneckerBlock) -> EigenBlock:
     return EigenBlock(block.Q, block.G, block.Q, block.G, values)
 
 
-def _expected(group: Group, module: nn.Module, layers: list[Layer]) -> Expected:
+def _foreseen(group: Group, module: nn.Module, layers: list[Layer]) -> Foreseen:
     if len({type(layer.rule) for layer in layers}) > 1:
         names = " and ".join(type(layer.module).__name__ for layer in layers)
-        return Expected(_kronecker(group), f"tied weights of {names}: nearest to the sum of both")
+        return Foreseen(_kronecker(group), f"tied weights of {names}: nearest to the sum of both")
     if layers:
-        return Expected(_by_rule(group, layers[0]))
+        return Foreseen(_by_rule(group, layers[0]))
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-        return Expected(_kronecker(group))
+        return Foreseen(_kronecker(group))
     if isinstance(module, nn.MultiheadAttention) and group.part.startswith("in_proj"):
-        return Expected(_grouped(group, 3))
+        return Foreseen(_grouped(group, 3))
     if isinstance(module, nn.MultiheadAttention) and group.part.endswith("_proj_weight"):
-        return Expected(_kronecker(group))
+        return Foreseen(_kronecker(group))
     reason = f"{type(module).__name__} has no rule: by how it uses the parameter"
-    return Expected(_small(group), reason)
+    return Foreseen(_small(group), reason)
 
 
 def _by_rule(group: Group, layer: Layer) -> Block:
