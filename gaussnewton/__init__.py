@@ -21,6 +21,7 @@ from gaussnewton.blocks import (
 from gaussnewton.diagnostics import alignment, verify
 from gaussnewton.estimate import curvature
 from gaussnewton.estimators import KFAC, KFLR, KFRA, BlockHessian, Estimator
+from gaussnewton.explaining import explain
 from gaussnewton.hessian_free import HessianFree
 from gaussnewton.losses import BinaryMixtureLoss, Loss
 from gaussnewton.optimizer import GaussNewton
@@ -61,6 +62,7 @@ __all__ = [
     "diagnostics",
     "errors",
     "exact",
+    "explain",
     "layers",
     "losses",
     "verify",

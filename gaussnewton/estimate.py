@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from tqdm.auto import tqdm
 
 from gaussnewton.batch import Batch, batches_in, call_criterion, call_model
+from gaussnewton.blocks import Block
 from gaussnewton.blocks.curvature import Curvature
 from gaussnewton.compiled import eagerly, original
 from gaussnewton.errors import BatchError, UnsupportedLossError
@@ -16,6 +17,7 @@ from gaussnewton.estimators import Estimator, estimator_of
 from gaussnewton.losses import Loss
 from gaussnewton.losses.inside import LossWatch
 from gaussnewton.model_state import unchanged
+from gaussnewton.passage import passage_of, refuse_loose
 from gaussnewton.tape import Record, Tape
 
 _SECONDS_BEFORE_BAR = 2
@@ -28,6 +30,7 @@ def curvature(
     method: str | Estimator = "kflr",
     *,
     outputs: Callable[[Any], Any] | None = None,
+    strict: bool = False,
     progress: bool = True,
 ) -> Curvature:
     """The block-diagonal curvature of the scalar that the criterion returns.
@@ -49,6 +52,7 @@ def curvature(
             ``gn.KFAC(samples=10)``. The name "kfac" draws the same samples at each call.
         outputs: from what the model returns to what the criterion looks at, if that is not the
             same, as ``lambda returned: returned["logits"]``.
+        strict: raise where a parameter is used in a way that only a diagonal is known of.
         progress: show a bar where an iterable takes more than two seconds.
 
     Example:
@@ -72,7 +76,11 @@ def curvature(
                     "over several batches it matters whether a plain function sums or averages "
                     "over data: wrap it, criterion = gn.Loss(fn, reduction='mean') or 'sum'."
                 )
-            new = _of_batch(original(model), criterion, batch, estimator, outputs)
+            record = _record(original(model), criterion, batch, outputs)
+            passage = passage_of(record)
+            if strict:
+                refuse_loose(passage)
+            new = _curvature(record, estimator(record, passage))
             result = new if result is None else result.merge(new)
     if result is None:
         raise BatchError("the data hold no batch at all: the iterable ended at once.")
@@ -93,25 +101,24 @@ def _checked(model: Any, criterion: Any) -> tuple[nn.Module | None, bool]:
     return Loss(criterion), True
 
 
-def _of_batch(
+def _record(
     model: nn.Module,
     criterion: nn.Module | None,
     batch: Batch,
-    estimator: Estimator,
     outputs_of: Callable[[Any], Any] | None,
-) -> Curvature:
+) -> Record:
     if criterion is None:
-        record = _record_inner(model, batch)
-    else:
-        with Tape(model, criterion) as tape:
-            returned = call_model(model, batch)
-            call_criterion(
-                criterion, returned if outputs_of is None else outputs_of(returned), batch
-            )
-        record = tape.record
+        return _record_inner(model, batch)
+    with Tape(model, criterion) as tape:
+        returned = call_model(model, batch)
+        call_criterion(criterion, returned if outputs_of is None else outputs_of(returned), batch)
+    return tape.record
+
+
+def _curvature(record: Record, blocks: Mapping[str, Block]) -> Curvature:
     geometry, outputs = record.geometry, record.outputs.detach()
     return Curvature(
-        estimator(record),
+        blocks,
         record.theta,
         data=record.data,
         weight=geometry.weight(outputs, record.targets) if geometry.averages else None,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
 
 from gaussnewton import damping as rules
@@ -16,10 +15,12 @@ from gaussnewton.compiled import original
 from gaussnewton.errors import FactorisationError, NonFiniteError
 from gaussnewton.estimators import ESTIMATORS, KFAC, BlockHessian, Estimator, choose, estimator_of
 from gaussnewton.estimators.eigenvalues import Eigenvalues
+from gaussnewton.explaining import actual, table
 from gaussnewton.foreseen import Foreseen, foreseen_blocks
 from gaussnewton.guarding import GuardedOptimizer
 from gaussnewton.observer import Observation
 from gaussnewton.observing import Matrices, inner
+from gaussnewton.passage import refuse_loose
 from gaussnewton.progress import Progress
 from gaussnewton.proposal import Proposal, Shift, calibrated, plain, squared
 from gaussnewton.quadratic import gauss_newton_gram
@@ -53,6 +54,8 @@ class GaussNewton(GuardedOptimizer):
         outputs: where the loop calls the criterion on something else than one of the tensors that
             the model returns, the function that makes it of them, as
             ``lambda returned: returned.logits[:, :-1]``.
+        strict: raise where a parameter gets less than a block of its layer's kind;
+            :meth:`explain` tells which do.
 
     Example:
         >>> import torch, gaussnewton as gn
@@ -87,9 +90,11 @@ class GaussNewton(GuardedOptimizer):
         refresh: Refresh = Refresh(),  # noqa: B008
         guard: Guard = Guard(),  # noqa: B008
         outputs: Callable[[Any], Any] | None = None,
+        strict: bool = False,
     ) -> None:
         settings = {
             "outputs": outputs,
+            "strict": strict,
             "curvature": curvature,
             "inversion": inversion,
             "damping": damping,
@@ -114,6 +119,7 @@ class GaussNewton(GuardedOptimizer):
     inversion: Inversion
     step_size: StepSize
     refresh: Refresh
+    strict: bool
 
     def _begin(self) -> None:
         super()._begin()
@@ -153,6 +159,9 @@ class GaussNewton(GuardedOptimizer):
         early = progress.t <= self.refresh.early
         if not early and (progress.t - 1) % self.refresh.curvature and self._blocks():
             return False
+        if self.strict:
+            for observation in observations:
+                refuse_loose(observation.passage)
         try:
             fresh = blocks_of(observations, self._chosen_estimator(observations[0]))
         except NonFiniteError:  # the loss is finite, but something behind it is not
@@ -396,33 +405,31 @@ class GaussNewton(GuardedOptimizer):
     # What a user asks of it
 
     def explain(self) -> str:
-        """What each layer gets, and why, as a table.
+        """What each parameter gets, what it costs and why, as a table.
+
+        Before the first step it is what is to be expected of the modules; see
+        :func:`~gaussnewton.explain`.
 
         Example:
             >>> import torch, gaussnewton as gn
             >>> model, criterion = torch.nn.Linear(3, 2), torch.nn.MSELoss()
             >>> print(gn.GaussNewton(model, criterion, curvature="kfra").explain())
-            layer    [W | b]    block      curvature
-            -------  ---------  ---------  -----------
-            (model)  2 x 4      Kronecker  KFRA
-            curvature: as asked for; inversion: factored
+            parameters    matrix    block      memory    to invert    note
+            ------------  --------  ---------  --------  -----------  ------
+            weight, bias  2 x 4     Kronecker      80 B           72
+            curvature: KFRA, as asked for; inversion: factored
         """
         estimator, reason = self._estimator, self._reason
         if estimator is None and self.curvature != "auto":
             estimator = estimator_of(self.curvature)
         method = "chosen at the first step" if estimator is None else type(estimator).__name__
         foreseen = self._foreseen()
-        rows = [
-            [
-                group.name or "(model)",
-                f"{group.rows} x {group.columns}",
-                foreseen[group.name].block.kind,
-                method,
-            ]
-            for group in self._observer.theta
-        ]
-        table = tabulate(rows, ["layer", "[W | b]", "block", "curvature"], disable_numparse=True)
-        return f"{table}\ncurvature: {reason}; inversion: {self.inversion}"
+        for name, block in self._blocks().items():
+            foreseen[name] = actual(foreseen[name], block)
+        return (
+            f"{table(self._observer.theta, foreseen)}\n"
+            f"curvature: {method}, {reason}; inversion: {self.inversion}"
+        )
 
     def _foreseen(self) -> dict[str, Foreseen]:
         """The kind of block of each group, as far as it is known before the first step."""

@@ -22,3 +22,14 @@ def passage_of(record: Record, again: Again | None = None) -> Passage:
         return Chain(record)
     except UnsupportedGraphError as objection:
         return Network(record, objection, again)
+
+
+def refuse_loose(passage: Passage) -> None:
+    """Raise where parameters are used in a way that only their diagonal is known of."""
+    if isinstance(passage, Network) and passage.loose:
+        names = ", ".join(f"'{name}'" for name in sorted(passage.loose))
+        raise UnsupportedGraphError(
+            f"{names}: used in a way that no block but a diagonal is known of, and strict=True "
+            "forbids that. Call it as a layer, or through F.linear, @, + or *; or leave out "
+            "strict=True."
+        )

@@ -29,10 +29,10 @@ class Estimator(ABC):
     promise: ClassVar[Exactness]
     eigenvalues: Eigenvalues = "factored"
 
-    def __call__(self, record: Record) -> Mapping[str, Block]:
+    def __call__(self, record: Record, passage: Passage | None = None) -> Mapping[str, Block]:
         """The blocks, by the qualified names of the layers, in the order of θ."""
         check_finite(record)
-        return self.of(passage_of(record))
+        return self.of(passage_of(record) if passage is None else passage)
 
     def of(self, passage: Passage) -> Mapping[str, Block]:
         """The same, where the structure of layers is known already."""
