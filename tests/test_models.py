@@ -174,3 +174,19 @@ def test_kfac_of_several_outputs_without_a_distribution(samples: int) -> None:
     )
     for name, block in kfac.items():
         assert relative(block.G, kflr[name].G) < 0.1
+
+
+@pytest.mark.parametrize("name", ["U-Net", "LSTM", "transformer", "siamese"])
+def test_corrected_eigenvalues_have_exact_traces(name: str) -> None:
+    case, model = made(name)
+    seen = Seen(case, model).eval()
+    batch = (case.inputs, case.targets[0])
+    found = gn.curvature(seen, case.criterion, batch, gn.KFLR(eigenvalues="corrected"))
+    truth = gn.exact.gauss_newton(seen, case.criterion, batch)
+    corrected = 0
+    for group, part in zip(found.theta, found.theta.slices.values(), strict=True):
+        if "corrected" in found[group.name].kind:
+            corrected += 1
+            trace = truth[part, part].trace()
+            assert float(found[group.name].trace()) == pytest.approx(float(trace), rel=1e-9)
+    assert corrected >= 2

@@ -79,7 +79,9 @@ def corrected_network(
         passes: the gradients that they were made of, some vectors at a time.
         workspace: about how many bytes the gradients of single data may take.
     """
-    bases = _in_eigenvectors({n: b for n, b in blocks.items() if _is_one_matrix(network.calls[n])})
+    bases = _in_eigenvectors(
+        {name: block for name, block in blocks.items() if _is_one_matrix(network, name)}
+    )
     values = {name: [basis.values.zero_() for basis in found] for name, found in bases.items()}
     for gradients in passes:
         for name, total in values.items():
@@ -100,10 +102,15 @@ def corrected_network(
     return result
 
 
-def _is_one_matrix(calls: Sequence[LayerCall]) -> bool:
+def _is_one_matrix(network: Network, name: str) -> bool:
     """Whether all calls multiply the rows of the data by the same matrix in the same way."""
-    alike = len({(type(call.rule), call.shape[0]) for call in calls}) == 1
-    return alike and isinstance(calls[0].rule, MatrixRule)
+    calls = network.calls[name]
+    alike = {(type(call.rule), call.shape[0]) for call in calls}
+    return (
+        bool(calls)
+        and alike == {(type(calls[0].rule), network.data)}
+        and isinstance(calls[0].rule, MatrixRule)
+    )
 
 
 def _in_eigenvectors(blocks: Mapping[str, Block]) -> dict[str, list[EigenBlock]]:

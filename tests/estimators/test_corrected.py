@@ -200,7 +200,7 @@ def test_projected_before_or_after_positions_are_summed(r: int) -> None:
     basis = gn.EigenBlock.of(Q, G)
     M = torch.einsum("knro,nrc->knoc", g, a)
     expected = torch.einsum("knoc,oi,cj->knij", M, basis.U_G, basis.U_Q).square().sum((0, 1))
-    torch.testing.assert_close(squared_projections(g, a, basis), expected)
+    torch.testing.assert_close(squared_projections(g, a, basis.U_G, basis.U_Q), expected)
 
 
 def test_small_layers_and_tables_stay_as_they_are() -> None:
