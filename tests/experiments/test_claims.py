@@ -204,23 +204,17 @@ def test_the_sentence_says_among_how_many_settings_adam_was_tuned() -> None:
 
 
 def test_kfra_beats_kfac() -> None:
-    """From 100 to KFAC's 5: two per cent of that fall are 1.9."""
+    """Five per cent below KFAC's 5 are 4.75."""
     assert claims.kfra_beats_kfac(results(run("kfra", 3.0), run("kfac", 5.0))).outcome == "held"
-    little = claims.kfra_beats_kfac(results(run("kfra", 3.2), run("kfac", 5.0)))
+    little = claims.kfra_beats_kfac(results(run("kfra", 4.8), run("kfac", 5.0)))
     assert little.outcome == "not held"
-    assert "3.2 against 5 after 40 updates (noticeably lower: 3.1 or less)" in little.sentence
+    assert "4.8 against 5 after 40 updates (noticeably lower: 4.75 or less)" in little.sentence
     assert claims.kfra_beats_kfac(results(run("kfra", 5.0), run("kfac", 5.0))).outcome == "not held"
     slow = claims.kfra_beats_kfac(results(run("kfra", 3.0, pace=3.0), run("kfac", 5.0)))
     assert slow.outcome == "not held"
     assert "3 against 5 after 40 updates (" in slow.sentence
     assert "100 against 5 after 40 s (" in slow.sentence
     assert claims.kfra_beats_kfac(results(run("kfra", 4.0))).outcome == "not measured"
-
-
-def test_kfra_must_be_lower_even_where_kfac_rises() -> None:
-    rising = run("kfac", 200.0)
-    assert claims.kfra_beats_kfac(results(run("kfra", 199.0), rising)).outcome == "held"
-    assert claims.kfra_beats_kfac(results(run("kfra", 201.0), rising)).outcome == "not held"
 
 
 def aligned(layer: float, whole: float, **changes: Any) -> dict[str, Any]:
