@@ -130,7 +130,7 @@ def multiplications(block: Block) -> int:
     return block.rows**3 + block.columns**3
 
 
-def _with_unit(number: float, base: int, units: list[str]) -> str:
+def _with_unit(number: int | float, base: int, units: list[str]) -> str:
     unit = units[0]
     for unit in units:
         if number < base or unit == units[-1]:

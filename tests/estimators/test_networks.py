@@ -194,5 +194,9 @@ def test_subclass_of_linear_that_computes_the_same() -> None:
 
     batch = torch.randn(3, 2), torch.randn(3, 2)
     assert list(gn.curvature(nn.Sequential(Mine(2, 2)), nn.MSELoss(), batch)) == ["0"]
-    with pytest.raises(gn.errors.UnsupportedLayerError, match="'0' of type Other"):
-        gn.curvature(nn.Sequential(Other(2, 2)), nn.MSELoss(), batch)
+    # The product inside is seen, and the 2 lies behind it.
+    plain, other = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(Other(2, 2))
+    other.load_state_dict(plain.state_dict())
+    expected, found = (gn.curvature(m, nn.MSELoss(), batch)["0"] for m in (plain, other))
+    torch.testing.assert_close(found.Q, expected.Q)
+    torch.testing.assert_close(found.G, 4 * expected.G)
