@@ -16,7 +16,7 @@ from gaussnewton import exact
 from gaussnewton.batch import Batch, batches_in, call_criterion, call_model
 from gaussnewton.blocks import Block, Curvature, EigenBlock, KroneckerBlock
 from gaussnewton.chain import Chain
-from gaussnewton.errors import BatchError, UnsupportedLossError
+from gaussnewton.errors import BatchError, UnsupportedGraphError, UnsupportedLossError
 from gaussnewton.estimate import curvature
 from gaussnewton.estimators import Estimator, estimator_of
 from gaussnewton.losses import Loss
@@ -183,8 +183,8 @@ def _estimates(
         estimator = estimator_of(method)
         try:
             estimate = curvature(model, criterion, batch, method=estimator, progress=False)
-        except UnsupportedLossError:
-            if methods is None and result:  # KFAC, of a loss with no model distribution
+        except (UnsupportedLossError, UnsupportedGraphError):
+            if methods is None and result:  # KFRA, of a network with layers that it does not know
                 continue
             raise
         result[method if isinstance(method, str) else repr(method)] = (estimator, estimate)

@@ -59,14 +59,15 @@ def test_a_wrong_estimator_is_caught(base: type[Estimator], Q: float, G: float) 
     assert "WRONG" in str(report)
 
 
-def test_kfac_is_left_out_where_the_loss_has_no_distribution() -> None:
-    net = network([4, 6, 3])
+def test_kfra_is_left_out_where_it_does_not_know_a_layer() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.PReLU(), nn.Linear(6, 3)).double()
     batch = torch.randn(5, 4).double(), torch.randn(5, 3).double()
     criterion = gn.Loss(lambda h, y: (h - y).pow(4).mean())
     report = gn.verify(net, criterion, batch, show=False)
-    assert {row.method for row in report.rows} == {"kflr", "kfra"}
-    with pytest.raises(gn.errors.UnsupportedLossError):
-        gn.verify(net, criterion, batch, "kfac", show=False)
+    assert {row.method for row in report.rows} == {"kflr", "kfac"}
+    with pytest.raises(gn.errors.UnsupportedGraphError, match="PReLU"):
+        gn.verify(net, criterion, batch, "kfra", show=False)
 
 
 def test_loaders_weights_for_each_datum_and_narrow_models() -> None:
