@@ -11,9 +11,9 @@ from gaussnewton.blocks import Block, KroneckerBlock
 from gaussnewton.chain import Chain
 from gaussnewton.estimators.base import Estimator, Exactness, kronecker_blocks
 from gaussnewton.estimators.eigenvalues import Eigenvalues, check_eigenvalues
+from gaussnewton.estimators.expected.blocks import expected_blocks
+from gaussnewton.estimators.expected.recursion import expected_matrices
 from gaussnewton.estimators.shared import Sharing
-from gaussnewton.expected.blocks import expected_blocks
-from gaussnewton.expected.recursion import expected_matrices
 from gaussnewton.network import Network
 
 

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 from torch.autograd.graph import get_gradient_edge
 
-from gaussnewton.expected.convolution import ConvolutionStep
-from gaussnewton.expected.elementwise import ElementwiseStep
-from gaussnewton.expected.frontier import Step
-from gaussnewton.expected.general import GeneralStep
-from gaussnewton.expected.homogeneous import from_sums, sum_all, sum_same
-from gaussnewton.expected.layers import EntryNormStep
-from gaussnewton.expected.layout import Layout, through_view
-from gaussnewton.expected.moving import MovingStep
-from gaussnewton.expected.region import Place, Region
+from gaussnewton.estimators.expected.convolution import ConvolutionStep
+from gaussnewton.estimators.expected.elementwise import ElementwiseStep
+from gaussnewton.estimators.expected.frontier import Step
+from gaussnewton.estimators.expected.general import GeneralStep
+from gaussnewton.estimators.expected.homogeneous import from_sums, sum_all, sum_same
+from gaussnewton.estimators.expected.layers import EntryNormStep
+from gaussnewton.estimators.expected.layout import Layout, through_view
+from gaussnewton.estimators.expected.moving import MovingStep
+from gaussnewton.estimators.expected.region import Place, Region
 from tests.problems import relative
 
 PLACE: Place = (None, 0)

@@ -5,7 +5,7 @@ Gauss-Newton matrix over the tensors that have been reached; each operation y = 
 replaces y by its inputs, with its expected Jacobian and the second moment of it.
 """
 
-from gaussnewton.expected.layout import Layout
-from gaussnewton.expected.recursion import Expected, expected_matrices
+from gaussnewton.estimators.expected.layout import Layout
+from gaussnewton.estimators.expected.recursion import Expected, expected_matrices
 
 __all__ = ["Expected", "Layout", "expected_matrices"]

@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gaussnewton.expected.frontier import Step
-from gaussnewton.expected.homogeneous import from_sums
-from gaussnewton.expected.region import Place, Region
+from gaussnewton.estimators.expected.frontier import Step
+from gaussnewton.estimators.expected.homogeneous import from_sums
+from gaussnewton.estimators.expected.region import Place, Region
 from gaussnewton.gram import widened
 
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from gaussnewton.errors import UnsupportedGraphError
-from gaussnewton.expected.layout import Layout, through_view
-from gaussnewton.expected.region import Place, Region, shape_of
+from gaussnewton.estimators.expected.layout import Layout, through_view
+from gaussnewton.estimators.expected.region import Place, Region, shape_of
 from gaussnewton.layers.normalisation import BY_CHANNEL, BY_ENTRY
 from gaussnewton.network import Network
 from gaussnewton.tape import LayerCall

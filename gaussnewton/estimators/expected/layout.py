@@ -25,7 +25,7 @@ class Layout:
         channels: the axes of it, ascending, that count as channels.
 
     Example:
-        >>> from gaussnewton.expected import Layout
+        >>> from gaussnewton.estimators.expected import Layout
         >>> layout = Layout((3, 8, 8), (0,))        # a feature map of three channels
         >>> layout.width, layout.positions
         (3, 64)
@@ -97,7 +97,7 @@ def through_view(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...] | No
     """The channels of a tensor after a change of shape; None where they got mixed with positions.
 
     Example:
-        >>> from gaussnewton.expected.layout import Layout, through_view
+        >>> from gaussnewton.estimators.expected.layout import Layout, through_view
         >>> through_view(Layout((6, 8), (1,)), (6, 2, 4))       # heads, of a sequence
         (1, 2)
         >>> through_view(Layout((3, 4, 4), (0,)), (48,)) is None

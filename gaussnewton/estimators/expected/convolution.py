@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gaussnewton.expected.frontier import Step
-from gaussnewton.expected.homogeneous import from_sums
-from gaussnewton.expected.layout import Layout
-from gaussnewton.expected.region import Place
+from gaussnewton.estimators.expected.frontier import Step
+from gaussnewton.estimators.expected.homogeneous import from_sums
+from gaussnewton.estimators.expected.layout import Layout
+from gaussnewton.estimators.expected.region import Place
 from gaussnewton.gram import widened
 from gaussnewton.layers.convolution import Convolution
 

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gaussnewton.expected.frontier import Step
-from gaussnewton.expected.general import GeneralStep, Sums
-from gaussnewton.expected.layout import Layout
-from gaussnewton.expected.region import Place, Region
+from gaussnewton.estimators.expected.frontier import Step
+from gaussnewton.estimators.expected.general import GeneralStep, Sums
+from gaussnewton.estimators.expected.layout import Layout
+from gaussnewton.estimators.expected.region import Place, Region
 from gaussnewton.gram import widened
 from gaussnewton.layers.normalisation import BY_ENTRY, normalised
 

@@ -8,13 +8,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gaussnewton.errors import UnsupportedGraphError
-from gaussnewton.expected.choosing import step_of
-from gaussnewton.expected.elementwise import ElementwiseStep
-from gaussnewton.expected.frontier import Frontier
-from gaussnewton.expected.graph import WIDEST, Graph
-from gaussnewton.expected.homogeneous import from_sums, sum_all, sum_same
-from gaussnewton.expected.layout import Layout
-from gaussnewton.expected.region import Place
+from gaussnewton.estimators.expected.choosing import step_of
+from gaussnewton.estimators.expected.elementwise import ElementwiseStep
+from gaussnewton.estimators.expected.frontier import Frontier
+from gaussnewton.estimators.expected.graph import WIDEST, Graph
+from gaussnewton.estimators.expected.homogeneous import from_sums, sum_all, sum_same
+from gaussnewton.estimators.expected.layout import Layout
+from gaussnewton.estimators.expected.region import Place
 from gaussnewton.network import Network
 from gaussnewton.tape import LayerCall
 

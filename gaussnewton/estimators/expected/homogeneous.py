@@ -31,7 +31,7 @@ def from_sums(
 
     Example:
         >>> import torch
-        >>> from gaussnewton.expected.homogeneous import from_sums
+        >>> from gaussnewton.estimators.expected.homogeneous import from_sums
         >>> one = torch.ones(1, 1)
         >>> from_sums(3 * one, 3 * one, (3, 3)).squeeze()      # no correlation at all
         tensor([1., 0.])

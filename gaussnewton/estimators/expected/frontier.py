@@ -7,14 +7,14 @@ from abc import ABC, abstractmethod
 from jaxtyping import Float
 from torch import Tensor
 
-from gaussnewton.expected.layout import Layout
-from gaussnewton.expected.region import Place
+from gaussnewton.estimators.expected.layout import Layout
+from gaussnewton.estimators.expected.region import Place
 
 
 class Step(ABC):
     """What an operation y = φ(x₁ … x_k) does to expected matrices.
 
-    Matrices are stacks of the two parts of :mod:`~gaussnewton.expected.homogeneous`.
+    Matrices are stacks of the two parts of :mod:`~gaussnewton.estimators.expected.homogeneous`.
     """
 
     inputs: tuple[Place, ...]

@@ -11,9 +11,9 @@ from torch import Tensor
 from gaussnewton.blocks import Block, DenseBlock, DiagonalBlock
 from gaussnewton.blocks.joining import zero_block
 from gaussnewton.errors import UnsupportedGraphError
+from gaussnewton.estimators.expected.layout import Layout
+from gaussnewton.estimators.expected.recursion import Expected
 from gaussnewton.estimators.shared import DENSE, Sharing, factored_block
-from gaussnewton.expected.layout import Layout
-from gaussnewton.expected.recursion import Expected
 from gaussnewton.gram import widened
 from gaussnewton.layers import ConvolutionRule, LinearRule, NormalisationRule, TableRule
 from gaussnewton.layers.normalisation import BY_ENTRY, normalised

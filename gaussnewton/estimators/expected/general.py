@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from gaussnewton.expected.elementwise import pairs
-from gaussnewton.expected.frontier import Step
-from gaussnewton.expected.homogeneous import from_sums
-from gaussnewton.expected.layout import Layout
-from gaussnewton.expected.region import Place, Region, like, shape_of
+from gaussnewton.estimators.expected.elementwise import pairs
+from gaussnewton.estimators.expected.frontier import Step
+from gaussnewton.estimators.expected.homogeneous import from_sums
+from gaussnewton.estimators.expected.layout import Layout
+from gaussnewton.estimators.expected.region import Place, Region, like, shape_of
 from gaussnewton.gram import widened
 
 # How many numbers go back through a region at a time.

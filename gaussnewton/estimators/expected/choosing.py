@@ -12,21 +12,21 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from gaussnewton.errors import UnsupportedGraphError
-from gaussnewton.expected.convolution import ConvolutionStep
-from gaussnewton.expected.elementwise import ElementwiseStep
-from gaussnewton.expected.frontier import Step
-from gaussnewton.expected.general import GeneralStep
-from gaussnewton.expected.graph import VIEWS, Graph
-from gaussnewton.expected.layers import (
+from gaussnewton.estimators.expected.convolution import ConvolutionStep
+from gaussnewton.estimators.expected.elementwise import ElementwiseStep
+from gaussnewton.estimators.expected.frontier import Step
+from gaussnewton.estimators.expected.general import GeneralStep
+from gaussnewton.estimators.expected.graph import VIEWS, Graph
+from gaussnewton.estimators.expected.layers import (
     EntryNormStep,
     FieldNormStep,
     MatrixStep,
     fixed_slope,
     normalises_channels,
 )
-from gaussnewton.expected.layout import Layout
-from gaussnewton.expected.moving import MovingStep
-from gaussnewton.expected.region import Place, Region, like, shape_of
+from gaussnewton.estimators.expected.layout import Layout
+from gaussnewton.estimators.expected.moving import MovingStep
+from gaussnewton.estimators.expected.region import Place, Region, like, shape_of
 from gaussnewton.gram import widened
 from gaussnewton.layers import ConvolutionRule, LinearRule
 from gaussnewton.layers.normalisation import BY_CHANNEL
