@@ -66,18 +66,9 @@ class Chain:
         for name in dict.fromkeys(names):
             if names.count(name) > 1:
                 raise UnsupportedGraphError(
-                    f"layer '{name}' is called {names.count(name)} times in one forward pass. "
-                    "Shared weights are not supported: give each call a layer of its own."
+                    f"layer '{name}' is called {names.count(name)} times in one forward pass, or "
+                    "another layer shares its weights."
                 )
-        owners = {id(p): name for name, g in self._groups.items() for p in g.parameters.values()}
-        for link in self.links:
-            for p in link.call.module.parameters(recurse=False):
-                owner = owners.get(id(p), link.call.name)
-                if owner != link.call.name:
-                    raise UnsupportedGraphError(
-                        f"layers '{owner}' and '{link.call.name}' share a parameter. Tied weights "
-                        "are not supported: give each layer parameters of its own."
-                    )
         for name in self._groups:
             if name not in names:
                 raise UnsupportedGraphError(
@@ -107,15 +98,14 @@ def _follow(record: Record) -> Iterator[Link]:
         if len(sources) > 1:
             names = " and ".join(f"'{call.name}'" for call in sources)
             raise UnsupportedGraphError(
-                f"layers {names} meet before {place}: this is not a chain of layers. Residual "
-                "connections, branches and concatenations are not supported."
+                f"layers {names} meet before {place}: this is not a chain of layers."
             )
         call = sources[0]
         if call.input.shape[0] != record.data:
             raise UnsupportedGraphError(
                 f"layer '{call.name}' was called on {call.input.shape[0]} rows but the outputs "
                 f"have {record.data}: its weights are shared between rows of one datum, or the "
-                "batch was cut. Shared weights are not supported."
+                "batch was cut."
             )
         between = f"layer '{call.name}' and {place}"
         path = Path(end, call.output_edge, like, nodes)

@@ -271,6 +271,8 @@ class Network:
     def _batched_gradients(self, starts: Sequence[Any], v: Tensor) -> Sequence[Tensor | None]:
         """Gradients of the outputs at some places of the graph, for several vectors at once."""
         ends = [get_gradient_edge(self.record.outputs)]
+        if not starts:  # all parameters are loose
+            return []
         if len(v) == 1:  # a batch of one only costs the batching
             found = torch.autograd.grad(ends, starts, [v[0]], retain_graph=True, allow_unused=True)
             return [None if each is None else each.unsqueeze(0) for each in found]

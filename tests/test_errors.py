@@ -23,7 +23,7 @@ def mlp() -> nn.Sequential:
 @pytest.mark.parametrize("method", ["kfra", "hessian"])
 def test_a_layer_that_a_chain_has_no_place_for_is_named(method: str) -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.Sequential(nn.PReLU()), nn.Linear(5, 3))
-    with pytest.raises(errors.UnsupportedGraphError, match=r"'1\.0' \(PReLU\)"):
+    with pytest.raises(errors.UnsupportedGraphError, match=r"'1\.0'.*PReLU"):
         gn.curvature(model, nn.CrossEntropyLoss(), (X, Y), method=method)
     model[1].requires_grad_(False)
     assert list(gn.curvature(model, nn.CrossEntropyLoss(), (X, Y), method=method)) == ["0", "2"]
@@ -145,7 +145,9 @@ def test_graphs_that_are_not_chains(name: str, method: str) -> None:
     forward, message = NO_CHAINS[name]
     torch.manual_seed(0)
     model = Graph(forward)
-    if method == "hessian":
+    if method == "hessian" or (method == "kfra" and name == "bare parameter"):
+        if method == "kfra":
+            message = "'b' is used outside of the calls"
         with pytest.raises(errors.UnsupportedGraphError, match=message):
             gn.curvature(model, nn.CrossEntropyLoss(), (X, Y), method=method)
     else:
@@ -164,12 +166,11 @@ def test_data_that_are_mixed(method: str) -> None:
         gn.curvature(model, nn.CrossEntropyLoss(), (X, Y), method=method)
 
 
-@pytest.mark.parametrize("method", ["kfra", "hessian"])
-def test_tied_weights_are_no_chain(method: str) -> None:
+def test_tied_weights_are_no_chain() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model[2].weight = model[0].weight
     with pytest.raises(errors.UnsupportedGraphError, match="'2' and '0' share a parameter"):
-        gn.curvature(model, nn.MSELoss(), (X, X), method=method)
+        gn.curvature(model, nn.MSELoss(), (X, X), method="hessian")
 
 
 def test_input_overwritten_after_the_layer_read_it() -> None:
