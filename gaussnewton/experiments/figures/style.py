@@ -88,16 +88,20 @@ def dress(axes: matplotlib.axes.Axes, title: str, x: str = "", y: str = "") -> N
 
 
 def legend(figure: matplotlib.figure.Figure, handles: list[Any], columns: int) -> None:
-    """One legend for all panels, above them."""
-    figure.legend(
-        handles=handles,
-        loc="outside upper center",
-        ncols=columns,
-        fontsize=9,
-        frameon=False,
-        labelcolor=INK,
-        handlelength=2.8,
-    )
+    """One legend for all panels, above them, in at most so many columns as fit the width."""
+    for count in range(columns, 0, -1):
+        drawn = figure.legend(
+            handles=handles,
+            loc="outside upper center",
+            ncols=count,
+            fontsize=9,
+            frameon=False,
+            labelcolor=INK,
+            handlelength=2.8,
+        )
+        if count == 1 or drawn.get_window_extent().width <= figure.bbox.width:
+            return
+        drawn.remove()
 
 
 def note(figure: matplotlib.figure.Figure, text: str) -> None:
