@@ -18,9 +18,10 @@ from gaussnewton.estimators.eigenvalues import Eigenvalues
 from gaussnewton.explaining import actual, table
 from gaussnewton.foreseen import Foreseen, foreseen_blocks
 from gaussnewton.guarding import GuardedOptimizer
+from gaussnewton.network import Network
 from gaussnewton.observer import Observation
 from gaussnewton.observing import Matrices, inner
-from gaussnewton.passage import refuse_loose
+from gaussnewton.passage import Passage, refuse_loose
 from gaussnewton.progress import Progress
 from gaussnewton.proposal import Proposal, Shift, calibrated, plain, squared
 from gaussnewton.quadratic import gauss_newton_gram
@@ -245,12 +246,17 @@ class GaussNewton(GuardedOptimizer):
             return gauss_newton_gram(observations, layers, others, part, least)
 
         most, share = self.step_size.most, rules.share_of_step(self.step_size.share, progress)
-        if not self.step_size.calibrate:
+        passage = observations[0].passage
+        if not self.step_size.calibrate or self._many_layers(passage):
             return plain(gradient, direction, previous, gram, shift, share)
-        names = observations[0].passage.trained
+        names = passage.trained
         return calibrated(
             gradient, direction, previous, gram, shift, names, self._blend, most, share
         )
+
+    def _many_layers(self, passage: Passage) -> bool:
+        """Whether calibrating each layer would cost far more than the rest of an update."""
+        return isinstance(passage, Network) and len(passage.trained) > self.step_size.layers
 
     def _shift(self, tau: float) -> Shift:
         """τ + η, parameter by parameter in layers where η is not one number."""

@@ -47,6 +47,9 @@ class StepSize:
             quadratic model of the full Gauss-Newton matrix.
         calibrate: scale each layer's direction by a running geometric mean of its own exact
             step size first. One scalar cannot mend a block-diagonal step.
+        layers: so many layers at most are calibrated in a network that is no chain. There each
+            of them needs a product with the Jacobian of its own, while a chain has them all in one
+            pass; with more layers the direction is scaled as a whole.
         memory: of that running mean.
         most: the greatest multiple of the calibrated direction, and of the last update. Only
             small batches ask for more, and it is their noise that does.
@@ -59,6 +62,7 @@ class StepSize:
 
     momentum: bool = True
     calibrate: bool = True
+    layers: int = 8
     memory: float = 0.9
     most: float = 1.0
     share: float = 0.8

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import gaussnewton as gn
 from gaussnewton.jacobian import gauss_newton_product, jacobian_product, layer_jacobian_products
+from gaussnewton.network import Network
 from gaussnewton.observer import Observer
 from tests.estimators.test_shared import images, residual, twice
 from tests.problems import fit, relative
@@ -105,6 +106,43 @@ def test_trains_with_batch_normalisation() -> None:
     assert losses[-1] < 0.3 * losses[0]
     assert int(model[1].num_batches_tracked) == 15  # passes of the optimiser's own do not count
     assert "KFAC" in optimizer.explain()
+
+
+class Deep(nn.Module):
+    """A residual network of linear layers, as many as asked for."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + 0.3 * torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize(("layers", "most"), [(8, 9), (9, 2)])
+def test_products_of_an_update_are_few_however_many_layers_there_are(
+    monkeypatch, layers: int, most: int
+) -> None:
+    torch.manual_seed(0)
+    model, criterion = Deep(layers), nn.CrossEntropyLoss()
+    optimizer = gn.GaussNewton(model, criterion)
+    x = torch.randn(60, 4)
+    y = (x.sum(1) > 0).long()
+    first = fit(optimizer, x, y, 2)[0]
+    asked = []
+    push = Network.push
+
+    def counted(self, directions, part) -> Tensor:
+        asked.append(len(directions))
+        return push(self, directions, part)
+
+    monkeypatch.setattr(Network, "push", counted)
+    last = fit(optimizer, x, y, 8)[-1]
+    assert sum(asked) == 8 * most
+    assert len(optimizer.diagnostics["scales"]) == (layers if layers <= 8 else 0)
+    assert last < 0.6 * first
 
 
 def test_resumes_bit_for_bit_with_groups() -> None:
