@@ -213,8 +213,8 @@ def test_unused_parameters_have_no_curvature():
     for kind in ("hessian", "gauss_newton", "fisher"):
         matrix = getattr(exact, kind)(model, nn.MSELoss(), (X, REAL))
         parts = exact.split(matrix, model)
-        assert not parts["", ""].any()
-        assert not parts["0", ""].any()
+        assert not parts["spare", "spare"].any()
+        assert not parts["0", "spare"].any()
         assert parts["0", "0"].diagonal().min() > 0
 
 
