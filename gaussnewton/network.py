@@ -22,6 +22,7 @@ from gaussnewton.chain import check_criterion
 from gaussnewton.errors import UnsupportedGraphError
 from gaussnewton.gram import widened
 from gaussnewton.layers.rule import MatrixRule, SmallRule
+from gaussnewton.parameters import Group
 from gaussnewton.tape import LayerCall, Record
 
 NEAR = 16 * 2**20
@@ -69,7 +70,11 @@ class Network:
                 self.calls[call.name].append(call)
         self.data = self._count_data()
         counts = (self.data, record.data)
-        self.loose |= {n for n, calls in self.calls.items() if not _understood(calls, counts)}
+        self.loose |= {
+            name
+            for name, calls in self.calls.items()
+            if not _understood(record.theta[name], calls, counts)
+        }
         for name in self.loose:
             self.calls[name] = []
         self._all = [call for calls in self.calls.values() for call in calls]
@@ -265,6 +270,8 @@ class Network:
 
     def _pull(self, rows: Float[Tensor, "k n d"]) -> Sequence[Tensor | None]:
         outputs = self.record.outputs
+        if not self._all:  # every parameter is a loose one
+            return []
         v = rows.to(outputs.dtype).reshape(-1, *outputs.shape)
         return self._batched_gradients([call.output_edge for call in self._all], v)
 
@@ -348,7 +355,7 @@ class Network:
         return None
 
 
-def _understood(calls: list[LayerCall], counts: tuple[int, int]) -> bool:
+def _understood(group: Group, calls: list[LayerCall], counts: tuple[int, int]) -> bool:
     """Whether all calls of a group together have a block of one of the known kinds."""
     if any(isinstance(call.rule, SmallRule) for call in calls):
         own_rows = all(call.shape[0] in counts for call in calls)
@@ -356,7 +363,10 @@ def _understood(calls: list[LayerCall], counts: tuple[int, int]) -> bool:
     if len({call.part is None for call in calls}) > 1:
         return False
     several = len({family(call) for call in calls}) > 1
-    return not (several and any(getattr(call.module, "groups", 1) > 1 for call in calls))
+    grouped = any(getattr(call.module, "groups", 1) > 1 for call in calls)
+    # The rows of a transposed use are the columns of the others, of which the bias is one.
+    transposed = any(isinstance(call.rule, MatrixRule) and call.rule.transposed for call in calls)
+    return not (several and (grouped or (transposed and len(group.parameters) > 1)))
 
 
 def family(call: LayerCall) -> tuple[type, int | None]:
