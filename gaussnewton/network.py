@@ -8,12 +8,13 @@ autograd graph, to the outputs of every call of every layer at once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from gaussnewton.again import Again
@@ -69,6 +70,9 @@ class Network:
             if call.name in self.calls and call.output_edge.node in reached:
                 self.calls[call.name].append(call)
         self.data = self._count_data()
+        self._second: set[int] = set()  # calls that have the data in their second dimension
+        for name, calls in self.calls.items():
+            self.calls[name] = [self._data_first(call) for call in calls]
         counts = (self.data, record.data)
         self.loose |= {
             name
@@ -273,7 +277,25 @@ class Network:
         if not self._all:  # every parameter is a loose one
             return []
         v = rows.to(outputs.dtype).reshape(-1, *outputs.shape)
-        return self._batched_gradients([call.output_edge for call in self._all], v)
+        found = self._batched_gradients([call.output_edge for call in self._all], v)
+        return [
+            each.transpose(1, 2) if each is not None and id(call) in self._second else each
+            for call, each in zip(self._all, found, strict=True)
+        ]
+
+    def _data_first(self, call: LayerCall) -> LayerCall:
+        """A call on [positions, data, width], as recurrent networks have it, with data first."""
+        by_width = isinstance(call.module, (nn.Linear, nn.LayerNorm, nn.RMSNorm))
+        if not by_width or call.input.ndim != 3 or self.data not in call.shape[1:2]:
+            return call
+        normalised = getattr(call.module, "normalized_shape", ())
+        if call.shape[0] in (self.data, self.record.data) or len(normalised) > 1:
+            return call
+        turned = call.input.transpose(0, 1)
+        shape = torch.Size((call.shape[1], call.shape[0], call.shape[2]))
+        result = replace(call, input=turned, shape=shape)
+        self._second.add(id(result))
+        return result
 
     def _batched_gradients(self, starts: Sequence[Any], v: Tensor) -> Sequence[Tensor | None]:
         """Gradients of the outputs at some places of the graph, for several vectors at once."""

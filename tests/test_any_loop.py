@@ -118,6 +118,37 @@ def test_small_and_diagonal_blocks_are_exact(kind, shape, outputs) -> None:
     assert losses[-1] < losses[0]
 
 
+class Steps(nn.Module):
+    """Positions in the first dimension, or in the second."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.linear, self.norm, self.head = nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)
+        self.positions = 0 if first else 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.linear(x)).tanh().mean(self.positions))
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("eigenvalues", ["factored", "corrected"])
+def test_positions_may_come_before_data(sharing, eigenvalues) -> None:
+    first, second = Steps(first=True).double(), Steps(first=False).double()
+    second.load_state_dict(first.state_dict())
+    x, y, method = inputs(N, 3, 4), classes(), gn.KFLR(sharing=sharing, eigenvalues=eigenvalues)
+    found = gn.curvature(first, nn.CrossEntropyLoss(), (x.transpose(0, 1), y), method=method)
+    expected = gn.curvature(second, nn.CrossEntropyLoss(), (x, y), method=method)
+    for name, block in expected.items():
+        assert found[name].kind == block.kind
+        assert relative(found[name].dense(), block.dense()) < 1e-10, name
+
+
+def test_kfra_leaves_no_layer_out_silently() -> None:
+    batch = inputs(3, N, 4), classes()
+    with pytest.raises(gn.errors.UnsupportedGraphError, match="'linear'"):
+        gn.curvature(Steps(first=True).double(), nn.CrossEntropyLoss(), batch, method="kfra")
+
+
 def test_kfra_says_that_it_does_not_know_bare_parameters() -> None:
     batch = inputs(N, 4), classes()
     with pytest.raises(gn.errors.UnsupportedGraphError, match="used by functions"):

@@ -34,6 +34,11 @@ def expected_blocks(
     result: dict[str, Block] = {}
     for group in network.record.theta:
         own = by_name.get(group.name, [])
+        if not own and network.calls[group.name]:
+            raise UnsupportedGraphError(
+                f"KFRA has not come back to '{group.name}': the first dimension of what it "
+                "returns does not count the data. Put the data first, or use 'kflr' or 'kfac'."
+            )
         if not own:
             like = next(iter(group.parameters.values()))
             result[group.name] = zero_block(group.rows, group.columns, like)
