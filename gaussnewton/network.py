@@ -321,7 +321,12 @@ class Network:
 
     def _count_data(self) -> int:
         rows = self.record.data
-        counts = {call.shape[0] for calls in self.calls.values() for call in calls}
+        counts = {
+            call.shape[0]
+            for calls in self.calls.values()
+            for call in calls
+            if call.shape[0] == 1 or call.shape[1:2] != (rows,)  # else its first are positions
+        }
         least = min(counts, default=rows)
         flattened = 0 < least < rows and all(count % least == 0 for count in {rows, *counts})
         return least if flattened else rows

@@ -130,12 +130,13 @@ class Steps(nn.Module):
         return self.head(self.norm(self.linear(x)).tanh().mean(self.positions))
 
 
+@pytest.mark.parametrize("n", [N, 6])  # six could be three data with two rows of outputs each
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("eigenvalues", ["factored", "corrected"])
-def test_positions_may_come_before_data(sharing, eigenvalues) -> None:
+def test_positions_may_come_before_data(n, sharing, eigenvalues) -> None:
     first, second = Steps(first=True).double(), Steps(first=False).double()
     second.load_state_dict(first.state_dict())
-    x, y, method = inputs(N, 3, 4), classes(), gn.KFLR(sharing=sharing, eigenvalues=eigenvalues)
+    x, y, method = inputs(n, 3, 4), classes(n=n), gn.KFLR(sharing=sharing, eigenvalues=eigenvalues)
     found = gn.curvature(first, nn.CrossEntropyLoss(), (x.transpose(0, 1), y), method=method)
     expected = gn.curvature(second, nn.CrossEntropyLoss(), (x, y), method=method)
     for name, block in expected.items():
