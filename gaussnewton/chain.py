@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from gaussnewton.errors import NonFiniteError, UnsupportedGraphError
 from gaussnewton.layers import ChainRule
 from gaussnewton.segments import General, Identity, Path, Segment, segment_of
 from gaussnewton.tape import LayerCall, Record
+
+Call = TypeVar("Call")
 
 
 @dataclass(frozen=True)
@@ -138,10 +140,10 @@ def _may_be_linked(call: LayerCall, record: Record) -> bool:
     return objection is None
 
 
-def _trace(end: GradientEdge, by_node: dict[Any, LayerCall]) -> tuple[list[Any], list[LayerCall]]:
+def _trace(end: GradientEdge, by_node: Mapping[Any, Call]) -> tuple[list[Any], list[Call]]:
     """The graph's nodes from a place back to the layers it depends on, and those layers."""
     nodes: dict[Any, None] = {}
-    sources: dict[Any, LayerCall] = {}
+    sources: dict[Any, Call] = {}
     frontier = [end.node]
     while frontier:
         node = frontier.pop()
@@ -172,9 +174,9 @@ def check_criterion(record: Record) -> None:
     """Refuse a criterion that uses parameters of the model on its own."""
     if not record.loss.requires_grad:
         return
-    stops = {call.output_edge.node: call for call in record.calls}
-    stops[get_gradient_edge(record.outputs).node] = record.calls[0]
-    nodes, _ = _trace(get_gradient_edge(record.loss), stops)
+    stops = {call.output_edge.node for call in record.calls}
+    stops.add(get_gradient_edge(record.outputs).node)
+    nodes, _ = _trace(get_gradient_edge(record.loss), dict.fromkeys(stops))
     refuse_bare_parameters(nodes, record, "the loss")
 
 

@@ -8,12 +8,13 @@ autograd graph, to the outputs of every call of every layer at once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from gaussnewton.again import Again
@@ -22,6 +23,7 @@ from gaussnewton.chain import check_criterion
 from gaussnewton.errors import UnsupportedGraphError
 from gaussnewton.gram import widened
 from gaussnewton.layers.rule import MatrixRule, SmallRule
+from gaussnewton.parameters import Group
 from gaussnewton.tape import LayerCall, Record
 
 NEAR = 16 * 2**20
@@ -68,8 +70,15 @@ class Network:
             if call.name in self.calls and call.output_edge.node in reached:
                 self.calls[call.name].append(call)
         self.data = self._count_data()
+        self._second: set[int] = set()  # calls that have the data in their second dimension
+        for name, calls in self.calls.items():
+            self.calls[name] = [self._data_first(call) for call in calls]
         counts = (self.data, record.data)
-        self.loose |= {n for n, calls in self.calls.items() if not _understood(calls, counts)}
+        self.loose |= {
+            name
+            for name, calls in self.calls.items()
+            if not _understood(record.theta[name], calls, counts)
+        }
         for name in self.loose:
             self.calls[name] = []
         self._all = [call for calls in self.calls.values() for call in calls]
@@ -265,8 +274,28 @@ class Network:
 
     def _pull(self, rows: Float[Tensor, "k n d"]) -> Sequence[Tensor | None]:
         outputs = self.record.outputs
+        if not self._all:  # every parameter is a loose one
+            return []
         v = rows.to(outputs.dtype).reshape(-1, *outputs.shape)
-        return self._batched_gradients([call.output_edge for call in self._all], v)
+        found = self._batched_gradients([call.output_edge for call in self._all], v)
+        return [
+            each.transpose(1, 2) if each is not None and id(call) in self._second else each
+            for call, each in zip(self._all, found, strict=True)
+        ]
+
+    def _data_first(self, call: LayerCall) -> LayerCall:
+        """A call on [positions, data, width], as recurrent networks have it, with data first."""
+        by_width = isinstance(call.module, (nn.Linear, nn.LayerNorm, nn.RMSNorm))
+        if not by_width or call.input.ndim != 3 or self.data not in call.shape[1:2]:
+            return call
+        normalised = getattr(call.module, "normalized_shape", ())
+        if call.shape[0] in (self.data, self.record.data) or len(normalised) > 1:
+            return call
+        turned = call.input.transpose(0, 1)
+        shape = torch.Size((call.shape[1], call.shape[0], call.shape[2]))
+        result = replace(call, input=turned, shape=shape)
+        self._second.add(id(result))
+        return result
 
     def _batched_gradients(self, starts: Sequence[Any], v: Tensor) -> Sequence[Tensor | None]:
         """Gradients of the outputs at some places of the graph, for several vectors at once."""
@@ -294,7 +323,12 @@ class Network:
 
     def _count_data(self) -> int:
         rows = self.record.data
-        counts = {call.shape[0] for calls in self.calls.values() for call in calls}
+        counts = {
+            call.shape[0]
+            for calls in self.calls.values()
+            for call in calls
+            if call.shape[0] == 1 or call.shape[1:2] != (rows,)  # else its first are positions
+        }
         least = min(counts, default=rows)
         flattened = 0 < least < rows and all(count % least == 0 for count in {rows, *counts})
         return least if flattened else rows
@@ -350,7 +384,7 @@ class Network:
         return None
 
 
-def _understood(calls: list[LayerCall], counts: tuple[int, int]) -> bool:
+def _understood(group: Group, calls: list[LayerCall], counts: tuple[int, int]) -> bool:
     """Whether all calls of a group together have a block of one of the known kinds."""
     if any(isinstance(call.rule, SmallRule) for call in calls):
         own_rows = all(call.shape[0] in counts for call in calls)
@@ -358,7 +392,10 @@ def _understood(calls: list[LayerCall], counts: tuple[int, int]) -> bool:
     if len({call.part is None for call in calls}) > 1:
         return False
     several = len({family(call) for call in calls}) > 1
-    return not (several and any(getattr(call.module, "groups", 1) > 1 for call in calls))
+    grouped = any(getattr(call.module, "groups", 1) > 1 for call in calls)
+    # The rows of a transposed use are the columns of the others, of which the bias is one.
+    transposed = any(isinstance(call.rule, MatrixRule) and call.rule.transposed for call in calls)
+    return not (several and (grouped or (transposed and len(group.parameters) > 1)))
 
 
 def family(call: LayerCall) -> tuple[type, int | None]:

@@ -8,9 +8,9 @@ evaluate those passes again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -69,6 +69,9 @@ class ForwardPass:
         start: how it began.
         calls: its layers' calls.
         outputs: what it returned, held weakly: a pass that nobody looks at is gone.
+        versions: how often each of those had been changed in place when it was returned.
+        held: the same tensors, until a criterion or the model is called: a loop that reshapes what
+            the model returns lets go of it before.
         nodes: where that lies in the graph; only where a user's function is to be found behind it.
         draws: whether random numbers were drawn in it.
     """
@@ -76,6 +79,8 @@ class ForwardPass:
     start: Start
     calls: list[LayerCall]
     outputs: list[weakref.ref[Any] | None] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    held: list[Tensor] = field(default_factory=list)
     nodes: set[Any] = field(default_factory=set)
     draws: bool = False
 
@@ -83,13 +88,21 @@ class ForwardPass:
         """How something comes from what the model returned: one of its tensors, or one reshaped."""
         if not isinstance(argument, Tensor):
             return None
-        for i, ref in enumerate(self.outputs):
+        for i, (ref, version) in enumerate(zip(self.outputs, self.versions, strict=True)):
             leaf = ref() if ref else None
+            if leaf is not None and leaf._version != version:
+                continue  # changed in place since: no longer what the model returned
             if leaf is argument:
                 return partial(_leaf, i, None)
             if leaf is not None and _is_reshaped(argument, leaf):
                 return partial(_leaf, i, argument.shape[1:])
         return None
+
+    def let_go(self, argument: Any) -> None:
+        """Hold what was returned no longer than what was made of it, which may be used again."""
+        held, self.held = self.held, []
+        if isinstance(argument, Tensor) and not any(leaf is argument for leaf in held):
+            argument.__dict__["_returned"] = held or argument.__dict__.get("_returned")
 
     def is_behind(self, argument: Any) -> bool:
         """Whether something was computed from its outputs."""
@@ -310,6 +323,8 @@ class Observer(Tape):
             self.attach()
         if self.observations and not self._any_gradient():
             self.forget()  # they were reset without telling the optimiser
+        for part in self._passes:
+            part.held = []
         self._passes = [part for part in self._passes if part.alive]
         buffers = {name: b.detach().clone() for name, b in self.model.named_buffers()}
         precision = _precision(next(self.model.parameters()).device.type)
@@ -326,11 +341,14 @@ class Observer(Tape):
 
     def _after_model(self, _: nn.Module, __: tuple[Any, ...], outputs: Any) -> None:
         if self._current is not None and self.listening():
+            flat = _flat(outputs)
+            leaves = [leaf for leaf in flat if isinstance(leaf, Tensor)]
             self._current.outputs = [
-                weakref.ref(leaf) if isinstance(leaf, Tensor) else None for leaf in _flat(outputs)
+                weakref.ref(leaf) if isinstance(leaf, Tensor) else None for leaf in flat
             ]
+            self._current.versions = [getattr(leaf, "_version", 0) for leaf in flat]
+            self._current.held = [leaf for leaf in leaves if leaf.requires_grad]
             if self.outputs is not None:
-                leaves = (leaf for leaf in _flat(outputs) if isinstance(leaf, Tensor))
                 self._current.nodes = {leaf.grad_fn for leaf in leaves} - {None}
             self._current.draws = not torch.equal(
                 torch.get_rng_state(), self._current.start.random_state
@@ -387,6 +405,7 @@ class Observer(Tape):
         found = self._pass_behind(record.arguments)
         assert found is not None
         self._keep(record, found, self._sources(record.arguments, found))
+        found.let_go(record.arguments[0])
 
     def _sources(self, arguments: tuple[Any, ...], found: ForwardPass) -> tuple[Source | None, ...]:
         if self.outputs is None or found.source(arguments[0]) is not None:
@@ -486,6 +505,8 @@ def _is_reshaped(tensor: Tensor, source: Tensor) -> bool:
 def _flat(outputs: Any) -> list[Any]:
     if isinstance(outputs, (tuple, list)):
         return [leaf for part in outputs for leaf in _flat(part)]
-    if isinstance(outputs, dict):
+    if isinstance(outputs, Mapping):
         return [leaf for part in outputs.values() for leaf in _flat(part)]
+    if is_dataclass(outputs):
+        return [leaf for part in fields(outputs) for leaf in _flat(getattr(outputs, part.name))]
     return [outputs]

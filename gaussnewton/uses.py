@@ -156,7 +156,7 @@ class ParameterUses(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         ours = [part for part in _tensors((args, kwargs)) if self._is_ours(part)]
-        if self.depth or not ours or not torch.is_grad_enabled():
+        if self.depth or not ours or not torch.is_grad_enabled() or _is_checkpointed():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "").strip("_")
         if func is F.linear:
@@ -289,6 +289,13 @@ class ParameterUses(TorchFunctionMode):
 
     def _is_ours(self, tensor: Tensor) -> bool:
         return any(id(tensor) in known for known in (self._owner, self._made, self._transposed))
+
+
+def _is_checkpointed() -> bool:
+    """Whether ``torch.utils.checkpoint`` will run this once more, and wants the same operations."""
+    hooks_now = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+    hooks = hooks_now(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def _tensors(values: Any) -> list[Tensor]:

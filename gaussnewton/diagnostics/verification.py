@@ -22,7 +22,7 @@ from gaussnewton.estimators import Estimator, estimator_of
 from gaussnewton.losses import Loss
 from gaussnewton.model_state import unchanged
 from gaussnewton.parameters import Theta
-from gaussnewton.passage import passage_of
+from gaussnewton.passage import Passage, passage_of
 from gaussnewton.tape import Tape
 
 _PROBES = 8
@@ -218,19 +218,30 @@ class _Truth:
         return exact.recursive_gauss_newton(*self._arguments)
 
     @cached_property
-    def is_chain(self) -> bool:
+    def passage(self) -> Passage:
         model, criterion, batch = self._arguments
         module = criterion if isinstance(criterion, nn.Module) else Loss(criterion)
         with unchanged(model, module), Tape(model, module) as tape:
             call_criterion(module, call_model(model, batch), batch)
-        return isinstance(passage_of(tape.record), Chain)
+        return passage_of(tape.record)
+
+    @property
+    def is_chain(self) -> bool:
+        return isinstance(self.passage, Chain)
+
+    def has_factors(self, layer: str) -> bool:
+        """Whether the exact Q and G are the block's: its parameters are used by one call only."""
+        if layer not in self.G or isinstance(self.passage, Chain):
+            return layer in self.G
+        calls = self.passage.calls[layer]
+        return len(calls) == 1 and calls[0].module is self._arguments[0].get_submodule(layer)
 
     def compare(
         self, layer: str, method: str, estimator: Estimator, block: Block, tolerance: float
     ) -> Row:
         Q_error: float | None = None
         G_error: float | None = None
-        if isinstance(block, (KroneckerBlock, EigenBlock)) and layer in self.G:
+        if isinstance(block, (KroneckerBlock, EigenBlock)) and self.has_factors(layer):
             Q_error = _relative(block.Q, self.Q[layer])
             G_error = _relative(block.G, self.G[layer])
         kind = "hessian" if estimator.promise == "block" else "gauss_newton"

@@ -11,7 +11,7 @@ from gaussnewton.blocks import Block, KroneckerBlock
 from gaussnewton.chain import Chain
 from gaussnewton.estimators.base import Estimator, Exactness, kronecker_blocks
 from gaussnewton.estimators.eigenvalues import Eigenvalues, check_eigenvalues
-from gaussnewton.estimators.expected.blocks import expected_blocks
+from gaussnewton.estimators.expected.blocks import expected_blocks, refuse_unknown
 from gaussnewton.estimators.expected.recursion import expected_matrices
 from gaussnewton.estimators.shared import Sharing
 from gaussnewton.network import Network
@@ -75,4 +75,5 @@ class KFRA(Estimator):
         return kronecker_blocks(chain, G)
 
     def estimate_network(self, network: Network) -> dict[str, Block]:
+        refuse_unknown(network)
         return expected_blocks(network, expected_matrices(network, self.whole), self.sharing)

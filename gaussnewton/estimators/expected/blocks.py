@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from gaussnewton.blocks import Block, DenseBlock, DiagonalBlock
 from gaussnewton.blocks.joining import zero_block
@@ -34,13 +34,14 @@ def expected_blocks(
     result: dict[str, Block] = {}
     for group in network.record.theta:
         own = by_name.get(group.name, [])
-        if not own:
-            result[group.name] = _without_a_part(network, group)
-        elif not _is_known([call for call, _ in own]):
+        if not own and network.calls[group.name]:
             raise UnsupportedGraphError(
-                f"KFRA does not know the block of '{group.name}', as it is used by "
-                f"{type(own[0][0].module).__name__}. Use 'kflr' or 'kfac'."
+                f"KFRA has not come back to '{group.name}': the first dimension of what it "
+                "returns does not count the data. Put the data first, or use 'kflr' or 'kfac'."
             )
+        if not own:
+            like = next(iter(group.parameters.values()))
+            result[group.name] = zero_block(group.rows, group.columns, like)
         elif isinstance(own[0][0].rule, NormalisationRule):
             result[group.name] = _normalising_block(group, own)
         else:
@@ -50,13 +51,22 @@ def expected_blocks(
     return result
 
 
-def _without_a_part(network: Network, group: Group) -> Block:
-    if group.name in network.loose:
-        raise UnsupportedGraphError(
-            f"KFRA goes back from layer to layer, and '{group.name}' is used outside of the calls "
-            "that it understands. Use 'kflr' or 'kfac'."
-        )
-    return zero_block(group.rows, group.columns, next(iter(group.parameters.values())))
+def refuse_unknown(network: Network) -> None:
+    """Raise where parameters are used in a way that has no block here."""
+    for group in network.record.theta:
+        calls = network.calls[group.name]
+        if group.name in network.loose:
+            raise UnsupportedGraphError(
+                f"KFRA goes back from layer to layer, and '{group.name}' is used outside of the "
+                "calls that it understands. Use 'kflr' or 'kfac'."
+            )
+        if calls and not _is_known(calls):
+            module = calls[0].module
+            user = type(module).__name__ if isinstance(module, nn.Module) else "functions"
+            raise UnsupportedGraphError(
+                f"KFRA does not know the block of '{group.name}', as it is used by {user}. Use "
+                "'kflr' or 'kfac'."
+            )
 
 
 def _is_known(calls: list[LayerCall]) -> bool:
