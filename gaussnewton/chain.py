@@ -166,7 +166,7 @@ def refuse_bare_parameters(nodes: list[Any], record: Record, place: str) -> None
             raise UnsupportedGraphError(
                 f"parameter '{owners[id(variable)]}' is used before {place} without calling the "
                 "layer that owns it. Curvature sees a layer's call only: call the module. A "
-                "penalty on weights belongs to the damping, not into the criterion."
+                "penalty on weights is the optimiser's weight_decay, and no part of a criterion."
             )
 
 

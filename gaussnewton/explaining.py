@@ -16,7 +16,6 @@ from gaussnewton.blocks import (
     ScaledBlock,
 )
 from gaussnewton.compiled import original
-from gaussnewton.errors import UnsupportedLayerError
 from gaussnewton.estimate import curvature
 from gaussnewton.estimators import Estimator, estimator_of
 from gaussnewton.foreseen import Foreseen, foreseen_blocks
@@ -45,7 +44,7 @@ def explain(
         data: one batch, or none.
         method: as there.
         outputs: as there.
-        strict: raise where a parameter gets less than a block of its layer's kind.
+        strict: raise where a parameter gets less than a block of its layer's kind; with a batch.
 
     Example:
         >>> import torch, gaussnewton as gn
@@ -65,7 +64,10 @@ def explain(
         found = curvature(model, criterion, data, method, outputs=outputs, strict=strict)
         foreseen = {name: actual(foreseen[name], block) for name, block in found.items()}
     elif strict:
-        refuse_fallbacks(foreseen)
+        raise ValueError(
+            "strict=True needs a batch: how a module without a rule uses its parameters is known "
+            "only when it does. Write gn.explain(model, criterion, batch, strict=True)."
+        )
     return table(theta, foreseen)
 
 
@@ -73,20 +75,10 @@ def actual(foreseen: Foreseen, block: Block) -> Foreseen:
     """What a group really got, with the reason if that is less than was foreseen."""
     if block.kind == "zero":
         return Foreseen(block, "without a part in this pass")
-    reason = foreseen.fallback
-    if isinstance(block, DiagonalBlock) and not isinstance(foreseen.block, DiagonalBlock):
-        reason = reason or BESIDE
-    return Foreseen(block, reason)
-
-
-def refuse_fallbacks(foreseen: Mapping[str, Foreseen]) -> None:
-    """Raise where a parameter's module has no rule."""
-    for name, each in foreseen.items():
-        if "has no rule" in each.fallback:
-            raise UnsupportedLayerError(
-                f"'{name}' gets no block of a known kind: {each.fallback}. Freeze it, register a "
-                "rule with gn.layers.register_layer, or leave out strict=True."
-            )
+    if not isinstance(block, DiagonalBlock):
+        return Foreseen(block, "" if "has no rule" in foreseen.fallback else foreseen.fallback)
+    small = isinstance(foreseen.block, DiagonalBlock)
+    return Foreseen(block, foreseen.fallback or ("" if small else BESIDE))
 
 
 def table(theta: Theta, foreseen: Mapping[str, Foreseen]) -> str:

@@ -25,6 +25,7 @@ from gaussnewton.gram import widened
 from gaussnewton.layers.rule import MatrixRule, SmallRule
 from gaussnewton.parameters import Group
 from gaussnewton.tape import LayerCall, Record
+from gaussnewton.uses import Bare
 
 NEAR = 16 * 2**20
 """Bytes that a processor has near at hand."""
@@ -74,14 +75,16 @@ class Network:
         for name, calls in self.calls.items():
             self.calls[name] = [self._data_first(call) for call in calls]
         counts = (self.data, record.data)
-        self.loose |= {
-            name
-            for name, calls in self.calls.items()
-            if not _understood(record.theta[name], calls, counts)
-        }
-        for name in self.loose:
-            self.calls[name] = []
-        self._all = [call for calls in self.calls.values() for call in calls]
+        self._let_loose(
+            {
+                name
+                for name, calls in self.calls.items()
+                if not _understood(record.theta[name], calls, counts)
+            }
+        )
+        doubtful = {call.name for call in self._all if _is_doubtful(call, self.data)}
+        if doubtful:
+            self._let_loose({call.name for call in self._mixed() if call.name in doubtful})
 
     def gradients(
         self, rows: Float[Tensor, "k n d"]
@@ -367,12 +370,14 @@ class Network:
         before somebody wants to know: rows of zeros must stay rows of zeros on their way back,
         whatever the others hold.
         """
-        if self._apart:
-            return None
+        return None if self._apart else next((call.name for call in self._mixed()), None)
+
+    def _mixed(self) -> Iterator[LayerCall]:
+        """The calls whose rows are not the data's own."""
         n, outputs = self.data, self.record.outputs
         kept = torch.rand(n, generator=torch.Generator().manual_seed(n)) < 0.5
         if n < 2 or not self._all:
-            return None
+            return
         kept[0], kept[1] = True, False
         kept = kept.to(outputs.device)
         by_row = kept.repeat_interleave(self.record.data // n)
@@ -380,8 +385,23 @@ class Network:
         for call, found in zip(self._all, self._pull(rows.unsqueeze(0)), strict=True):
             mask = {n: kept, self.record.data: by_row}.get(call.shape[0])
             if found is not None and mask is not None and bool(found[0][~mask].any()):
-                return call.name
-        return None
+                yield call
+
+    def _let_loose(self, names: set[str]) -> None:
+        self.loose |= names
+        for name in self.loose:
+            self.calls[name] = []
+        self._all = [call for calls in self.calls.values() for call in calls]
+
+
+def _is_doubtful(call: LayerCall, data: int) -> bool:
+    """Whether as many rows as there are data may be something else: positions, or a table.
+
+    Blocks of few parameters sum over the rows of a datum, so for them it matters.
+    """
+    if isinstance(call.module, Bare) and not call.module.certain:
+        return True
+    return isinstance(call.rule, SmallRule) and call.shape[:2] == (data, data)
 
 
 def _understood(group: Group, calls: list[LayerCall], counts: tuple[int, int]) -> bool:

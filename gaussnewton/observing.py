@@ -303,7 +303,8 @@ class ObservingOptimizer(Optimizer):
                 f"very criterion given to {name} must be called as modules, after the optimiser "
                 "was made. What the criterion gets must be what the model returns, or those "
                 f"numbers with other dimensions; for anything else give {name} the function that "
-                "makes it, outputs=lambda returned: …."
+                "makes it, outputs=lambda returned: …. A criterion of several passes at once needs "
+                "a model that makes them all."
             )
 
     def _check_parameters(self) -> None:

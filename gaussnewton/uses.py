@@ -75,10 +75,12 @@ class Bare:
     Attributes:
         source: what is broadcast over the data, with its graph.
         parameter: the parameter behind it.
+        certain: whether what it meets depends on other layers, and so on the data.
     """
 
     source: Tensor
     parameter: nn.Parameter
+    certain: bool
 
 
 class BareRule(SmallRule):
@@ -259,7 +261,7 @@ class ParameterUses(TorchFunctionMode):
         copies = mine.reshape((1,) * missing + tuple(mine.shape)).expand(
             other.shape[0], *(-1,) * (other.ndim - 1)
         )
-        self._note_bare(copies, mine, p)
+        self._note_bare(copies, mine, p, other.requires_grad)
         return tuple(copies if part is mine else part for part in args)
 
     def _note_made(self, func: Any, name: str, result: Tensor, mine: Tensor) -> None:
@@ -270,14 +272,14 @@ class ParameterUses(TorchFunctionMode):
         if func in TRANSPOSES and mine is p and p.ndim == 2:
             self._transposed[id(result)] = (result, p)
         elif name in EXPANSIONS and _copies_for_data(result, mine):
-            self._note_bare(result, mine, p)
+            self._note_bare(result, mine, p, certain=False)
         else:
             self._made[id(result)] = (result, p)
 
-    def _note_bare(self, copies: Tensor, source: Tensor, p: nn.Parameter) -> None:
+    def _note_bare(self, copies: Tensor, source: Tensor, p: nn.Parameter, certain: bool) -> None:
         group = self._owner[id(p)][0]
         if len(group.parameters) == 1:
-            self._note(Use(group.name, Bare(source, p), BareRule(), source, copies))
+            self._note(Use(group.name, Bare(source, p, certain), BareRule(), source, copies))
 
     def _group(self, tensor: Tensor | None) -> Group | None:
         return self._owner[id(tensor)][0] if id(tensor) in self._owner else None

@@ -18,6 +18,10 @@ from tests.problems import relative
 N = 5
 
 
+def log_cosh(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).cosh().log().mean()
+
+
 def classes(count: int = 3, n: int = N) -> Tensor:
     return torch.randint(count, (n,), generator=torch.Generator().manual_seed(1))
 
@@ -233,3 +237,58 @@ def test_verify_does_not_hold_tied_layers_to_the_factors_of_one_call() -> None:
         TiedHeads().double(), nn.CrossEntropyLoss(), (inputs(N, 4), classes()), show=False
     )
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("criterion", [nn.MSELoss(), nn.BCEWithLogitsLoss(), gn.Loss(log_cosh)])
+@pytest.mark.parametrize("squeezed_by", ["loop", "model"])
+def test_one_output_without_a_dimension(criterion: nn.Module, squeezed_by: str) -> None:
+    class Squeezed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).squeeze(-1)
+
+    torch.manual_seed(0)
+    layers = (nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
+    model = (Squeezed if squeezed_by == "model" else nn.Sequential)(*layers).double()
+    x = torch.randn(40, 3).double()
+    y = (x.sum(1) > 0).double()
+    optimizer = gn.GaussNewton(model, criterion)
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        outputs = model(x)
+        loss = criterion(outputs if squeezed_by == "model" else outputs.squeeze(-1), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    if squeezed_by == "model":
+        wide = nn.Sequential(*layers)
+        found = gn.curvature(model, criterion, (x, y))
+        if isinstance(criterion, gn.Loss):
+            return
+        expected = gn.curvature(wide, criterion, (x, y.unsqueeze(1)))
+        assert relative(found["0"].dense(), expected["0"].dense()) < 1e-12
+
+
+@pytest.mark.parametrize("method", ["kflr", "kfac"])
+def test_as_many_positions_as_data(method: str) -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(4))
+            self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 3)
+            self.register_buffer("table", torch.randn(5, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.norm((x + self.table * self.scale).transpose(0, 1))  # positions first
+            return self.head(torch.tanh(h).mean(0))
+
+    torch.manual_seed(0)
+    model = Positions().double()
+    x, y = torch.randn(5, 5, 4).double(), torch.randint(3, (5,))
+    estimator = gn.KFLR() if method == "kflr" else gn.KFAC(samples=4000)
+    found = gn.curvature(model, nn.CrossEntropyLoss(), (x, y), method=estimator)
+    exact = gn.exact.gauss_newton_blocks(model, nn.CrossEntropyLoss(), (x, y))
+    for name in ("scale", "norm"):
+        error = relative(found[name].dense().diagonal(), exact[name].diagonal())
+        assert error < (1e-9 if method == "kflr" else 0.15)

@@ -59,9 +59,9 @@ def test_empty_batch() -> None:
 
 
 def test_outputs_without_a_batch_dimension() -> None:
-    model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    model = nn.Sequential(nn.Linear(4, 3), nn.Flatten(0))
     with pytest.raises(errors.BatchError, match="needs a batch dimension"):
-        gn.curvature(model, nn.MSELoss(), (X, torch.randn(6)))
+        gn.curvature(model, nn.CrossEntropyLoss(), (X, torch.tensor(1)))
 
 
 @pytest.mark.parametrize("bad", [X, None, 3, (X,), (X, Y, Y), [X], iter([X])])

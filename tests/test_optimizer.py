@@ -309,6 +309,6 @@ def test_curvature_is_chosen_by_cost_and_the_reason_told() -> None:
     assert "KFLR is exact, and cheap with 1 output" in explained([8, 16, 16, 1], nn.Tanh())
     text = explained([64, 64, 32, 64, 64], nn.Tanh())
     assert "dear with 64 outputs" in text
-    assert "KFRA\n" in text
+    assert "curvature: KFRA, " in text
     # Softmax is not elementwise: KFRA would need a row for each of its outputs.
     assert "cheaper than KFRA" in explained([64, 64, 64, 10], nn.Softmax(dim=1))

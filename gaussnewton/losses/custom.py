@@ -100,7 +100,7 @@ class CustomGeometry(Geometry):
 
     def bind(self, outputs: Any, *targets: Any) -> tuple[Tensor, Any]:
         count = getattr(self.criterion, "outputs", 1)
-        if count == 1:
+        if count == 1 and not (isinstance(outputs, Tensor) and outputs.ndim == 1):
             return super().bind(outputs, *targets)
         tensors, rest = (outputs, *targets)[:count], (outputs, *targets)[count:]
         if len(tensors) < count or not all(isinstance(part, Tensor) for part in tensors):
@@ -108,7 +108,7 @@ class CustomGeometry(Geometry):
                 f"{self.criterion} takes {count} outputs of the model, and was called with "
                 f"{len(tensors) + len(rest)} arguments whose first {count} are not all tensors."
             )
-        side_by_side = torch.cat([part.flatten(1) for part in tensors], dim=1)
+        side_by_side = torch.cat([part.reshape(part.shape[0], -1) for part in tensors], dim=1)
         return side_by_side, Several(tuple(part.shape[1:] for part in tensors), rest)
 
     def value(self, outputs: Tensor, targets: Any) -> Tensor:

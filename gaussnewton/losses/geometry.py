@@ -93,6 +93,14 @@ class Geometry(ABC):
 class ElementwiseGeometry(Geometry):
     """A loss that is a sum, or mean, over output elements: 𝓗_L is diagonal."""
 
+    def bind(self, outputs: Any, *targets: Any) -> tuple[Tensor, Any]:
+        outputs, bound = super().bind(outputs, *targets)
+        weight = getattr(self.criterion, "weight", None)
+        single = outputs.ndim == 1 and isinstance(bound, Tensor) and bound.shape == outputs.shape
+        if single and (weight is None or weight.numel() == 1):  # one output a datum
+            return outputs.unsqueeze(1), bound.unsqueeze(1)
+        return outputs, bound
+
     def check(self, outputs: Tensor, targets: Any) -> None:
         super().check(outputs, targets)
         if not isinstance(targets, Tensor) or targets.shape != outputs.shape:
