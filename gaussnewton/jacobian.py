@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gaussnewton.network import Network
 from gaussnewton.passage import Passage
+from gaussnewton.tangents import pull_back, push
 
 Directions = Mapping[str, Float[Tensor, "k rows columns"]]
 """For each layer, k directions of its matrix ``[W | b]``."""
@@ -29,7 +30,7 @@ def jacobian_product(
         part: the data to answer for.
     """
     if isinstance(chain, Network):
-        return chain.push(_one_by_one(directions), part)
+        return push(chain, _one_by_one(directions), part)
     tangent: Tensor | None = None
     for link in reversed(chain.links):
         call = link.call
@@ -51,7 +52,7 @@ def layer_jacobian_products(
     Their sum is J v, and any weighting of the layers is a weighted sum of them.
     """
     if isinstance(chain, Network):
-        return chain.push([{name: directions[name]} for name in chain.trained], part)
+        return push(chain, [{name: directions[name]} for name in chain.trained], part)
     tangents: Tensor | None = None
     for link in reversed(chain.links):
         call = link.call
@@ -75,7 +76,7 @@ def jacobian_products(
     """Both of the above, one after the other; in a network by one pass."""
     if isinstance(chain, Network):
         each = [] if layers is None else [{name: layers[name]} for name in chain.trained]
-        return chain.push(each + ([] if others is None else _one_by_one(others)), part)
+        return push(chain, each + ([] if others is None else _one_by_one(others)), part)
     tangents = []
     if layers is not None:
         tangents.append(layer_jacobian_products(chain, layers, part))
@@ -94,7 +95,7 @@ def transposed_product(
 ) -> dict[str, Float[Tensor, "_ _"]]:
     """Jᵀ r: what vectors at the outputs pull on each layer's matrix ``[W | b]``."""
     if isinstance(chain, Network):
-        return chain.transposed_product(rows)
+        return pull_back(chain, rows)
     result = {}
     for link in chain:
         call = link.call

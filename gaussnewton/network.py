@@ -7,7 +7,7 @@ autograd graph, to the outputs of every call of every layer at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -154,107 +154,6 @@ class Network:
         """The names of the trained layers."""
         return list(self.calls)
 
-    def push(
-        self,
-        directions: Sequence[Mapping[str, Float[Tensor, "_ _"]]],
-        part: slice,
-        workspace: int = WORKSPACE,
-    ) -> Float[Tensor, "k n d"]:
-        """J v of some directions, each of some layers, for the data of a part of the batch.
-
-        Args:
-            directions: matrices of some layers; the others stay where they are.
-            part: the data to answer for.
-            workspace: about how many bytes may be taken at once, by as many data as fit.
-        """
-        tangents = [
-            {
-                key: tensor
-                for name, matrix in direction.items()
-                for key, tensor in self.record.theta[name].tensors(matrix).items()
-            }
-            for direction in directions
-        ]
-        pieces = self._pieces(part, workspace, len(tangents))
-        return widened(torch.cat([self._tangents(tangents, piece) for piece in pieces], dim=1))
-
-    def _pieces(self, part: slice, workspace: int, count: int) -> list[slice]:
-        """The data in parts whose tangents fit, where a part of them can be evaluated alone."""
-        assert self.again is not None  # set by whoever wants products
-        start, stop, step = part.indices(self.record.data)
-        if self.again.draws or step != 1 or self.mixing is not None:
-            return [part]
-        entries = sum(call.shape.numel() for call in self.record.calls) // self.record.data
-        # What a layer returns is there before and after the function behind it, and moved.
-        each = 2 * (count + 1) * entries * max(4, self.record.outputs.element_size())
-        fit = max(1, workspace // max(1, each))
-        return [slice(i, min(i + fit, stop)) for i in range(start, stop, fit)] or [part]
-
-    def _tangents(
-        self, directions: Sequence[Mapping[str, Tensor]], part: slice
-    ) -> Float[Tensor, "k n d"]:
-        """By forward mode where it is known to work, else by two backward passes."""
-        assert self.again is not None
-        if self.again.forward_mode.refused:
-            return self._by_two_backwards(directions, part)
-        whole = self.mixing is not None and part != slice(None)
-        moved = self.again.forward(directions, slice(None) if whole else part)
-        if moved is not None and whole:
-            moved = moved[:, part]
-        if moved is not None and self.again.forward_mode.trusted:
-            return moved
-        expected = self._by_two_backwards(directions, part)
-        self.again.forward_mode.judge(moved, expected)
-        return expected if moved is None or self.again.forward_mode.refused else moved
-
-    def _by_two_backwards(
-        self, directions: Sequence[Mapping[str, Tensor]], part: slice
-    ) -> Float[Tensor, "k n d"]:
-        """As the derivative of u ↦ Jᵀ u, which is linear."""
-        outputs = self._outputs(part)
-        with torch.enable_grad():
-            u = torch.zeros_like(outputs, requires_grad=True)
-            pulled = self._parameter_gradients(outputs, u, create_graph=True)
-            zero = torch.zeros_like(outputs).flatten(1)
-        result = []
-        for tangents in directions:
-            used = [key for key in tangents if key in pulled]
-            moved = None
-            if used:
-                (moved,) = torch.autograd.grad(
-                    [pulled[key] for key in used],
-                    [u],
-                    [tangents[key].to(u.dtype) for key in used],
-                    retain_graph=True,
-                    allow_unused=True,
-                )
-            result.append(zero if moved is None else moved.flatten(1))
-        return torch.stack(result)
-
-    def transposed_product(self, rows: Float[Tensor, "n d"]) -> dict[str, Float[Tensor, "_ _"]]:
-        """Jᵀ r: what vectors at the outputs pull on each layer's matrix ``[W | b]``."""
-        outputs = self._outputs(slice(None))
-        pulled = self._parameter_gradients(outputs, rows.to(outputs.dtype).reshape(outputs.shape))
-        return {
-            group.name: widened(
-                group.matrix(
-                    {
-                        key: pulled.get(key, torch.zeros_like(p))
-                        for key, p in group.parameters.items()
-                    }
-                )
-            )
-            for group in self.record.theta
-        }
-
-    def _outputs(self, part: slice) -> Tensor:
-        assert self.again is not None  # set by whoever wants products
-        whole = part.indices(self.record.data) == (0, self.record.data, 1)
-        if whole or self.mixing is None:
-            return self.again.outputs(part)
-        with torch.enable_grad():  # where data are mixed, a part of them alone is another function
-            return self.again.outputs(slice(None))[part]
-
     def refuse_mixed(self, method: str) -> None:
         """Raise where the data of the batch are mixed."""
         if self.mixing is not None:
@@ -264,16 +163,6 @@ class Network:
                 f"is not defined there, which {method} needs: use 'kfac', whose draws for "
                 "different data are independent, or call model.eval() first."
             )
-
-    def _parameter_gradients(
-        self, outputs: Tensor, v: Tensor, create_graph: bool = False
-    ) -> dict[str, Tensor]:
-        """Jᵀ v by parameter; without those that the outputs do not depend on."""
-        named = {key: p for group in self.record.theta for key, p in group.parameters.items()}
-        found = torch.autograd.grad(
-            [outputs], list(named.values()), [v], create_graph=create_graph, allow_unused=True
-        )
-        return {key: g for key, g in zip(named, found, strict=True) if g is not None}
 
     def _pull(self, rows: Float[Tensor, "k n d"]) -> Sequence[Tensor | None]:
         outputs = self.record.outputs

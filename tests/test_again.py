@@ -10,6 +10,7 @@ import gaussnewton as gn
 from gaussnewton.apart import keeps_apart
 from gaussnewton.network import Network
 from gaussnewton.observer import Observer
+from gaussnewton.tangents import push
 from tests.estimators.test_shared import images, residual, twice
 from tests.problems import relative
 
@@ -46,7 +47,7 @@ def check(model: nn.Module, x: Tensor, y: Tensor, *, forward: bool, tolerance: f
     each, V = directions(observer)
     expected = (V @ J.T).unflatten(1, (len(x), -1))
     for part in (slice(None), slice(None), slice(1, 3)):
-        assert relative(network.push(each, part), expected[:, part]) < tolerance
+        assert relative(push(network, each, part), expected[:, part]) < tolerance
     assert observer._forward_mode.trusted == forward
     assert observer._forward_mode.refused != forward
     assert not observer.observations  # nothing of this was taken for the user's own
@@ -67,7 +68,7 @@ def test_both_ways_are_exact(problem) -> None:
     forward = network.again.forward(tangents, slice(None))
     assert relative(forward, expected) < 1e-10
     assert relative(network._by_two_backwards(tangents, slice(None)), expected) < 1e-10
-    assert relative(network.push(each, slice(None), workspace=1), expected) < 1e-10
+    assert relative(push(network, each, slice(None), workspace=1), expected) < 1e-10
 
 
 def convolution(*between: nn.Module) -> tuple[nn.Module, Tensor, Tensor]:
@@ -132,7 +133,7 @@ def test_a_model_that_looks_at_its_numbers() -> None:
     each, V = directions(observer)
     expected = (V @ J.T).unflatten(1, (len(x), -1))
     for _ in range(2):
-        assert relative(network.push(each, slice(None)), expected) < 1e-10
+        assert relative(push(network, each, slice(None)), expected) < 1e-10
 
 
 def test_in_low_precision() -> None:
