@@ -57,19 +57,19 @@ def _tangents(
     """By forward mode where it is known to work, else by two backward passes."""
     assert network.again is not None
     if network.again.forward_mode.refused:
-        return _by_two_backwards(network, directions, part)
+        return by_two_backwards(network, directions, part)
     whole = network.mixing is not None and part != slice(None)
     moved = network.again.forward(directions, slice(None) if whole else part)
     if moved is not None and whole:
         moved = moved[:, part]
     if moved is not None and network.again.forward_mode.trusted:
         return moved
-    expected = _by_two_backwards(network, directions, part)
+    expected = by_two_backwards(network, directions, part)
     network.again.forward_mode.judge(moved, expected)
     return expected if moved is None or network.again.forward_mode.refused else moved
 
 
-def _by_two_backwards(
+def by_two_backwards(
     network: Network, directions: Sequence[Mapping[str, Tensor]], part: slice
 ) -> Float[Tensor, "k n d"]:
     """As the derivative of u ↦ Jᵀ u, which is linear."""
