@@ -18,10 +18,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from gaussnewton.compiled import eagerly
-from gaussnewton.errors import RecordError
+from gaussnewton.errors import BatchError, RecordError
 from gaussnewton.gram import widened
 from gaussnewton.hooks import Hook
-from gaussnewton.layers.rule import LayerRule, rule_for
+from gaussnewton.layers.rule import LayerRule, MatrixRule, rule_for
 from gaussnewton.losses import Geometry, geometry_of
 from gaussnewton.parameters import Group, Theta
 from gaussnewton.uses import BareRule, ParameterUses, Use
@@ -250,6 +250,7 @@ class Tape:
         calls = self._calls_behind(arguments)
         if not outputs.requires_grad or calls is None:
             return self._unrelated()
+        _refuse_one_datum(arguments, calls)
         self.keep(Record(self.theta, calls, self.geometry, outputs, targets, arguments, loss))
         return None
 
@@ -276,6 +277,16 @@ class Tape:
             return args
         assert self.criterion is not None
         return inspect.signature(self.criterion.forward).bind_partial(*args, **kwargs).args
+
+
+def _refuse_one_datum(arguments: tuple[Any, ...], calls: list[LayerCall]) -> None:
+    """Raise where a datum was given by itself: its outputs would be taken for those of many."""
+    alone = any(isinstance(call.rule, MatrixRule) and call.input.ndim == 1 for call in calls)
+    if arguments[0].ndim == 1 and alone:
+        raise BatchError(
+            f"outputs have shape {tuple(arguments[0].shape)}, and the model was called on one "
+            "datum; curvature needs a batch dimension: x.unsqueeze(0)."
+        )
 
 
 @dataclass(frozen=True)
