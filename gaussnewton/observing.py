@@ -444,6 +444,11 @@ def check_arguments(model: Any, criterion: Any, lr: float, weight_decay: float) 
             f"the criterion is the class {criterion.__name__}; make an instance of it first: "
             f"criterion = {criterion.__name__}()."
         )
+    if criterion is not None and not callable(criterion):
+        raise TypeError(
+            f"the second argument is the criterion, not {type(criterion).__name__}: the loss "
+            "module that the loop calls. Parameters or groups come after it."
+        )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
             f"{type(model).__name__} has no parameter to train. The model comes first, then the "

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gaussnewton as gn
+from gaussnewton.observing import check_arguments
 from tests.problems import relative
 
 N = 5
@@ -292,3 +293,21 @@ def test_as_many_positions_as_data(method: str) -> None:
     for name in ("scale", "norm"):
         error = relative(found[name].dense().diagonal(), exact[name].diagonal())
         assert error < (1e-9 if method == "kflr" else 0.15)
+
+
+def test_parameters_in_the_place_of_the_criterion() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(TypeError, match="second argument is the criterion, not generator"):
+        check_arguments(model, model.parameters(), 1.0, 0.0)
+
+
+def test_a_dict_of_outputs_says_how_to_choose() -> None:
+    class Named(nn.Linear):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"logits": super().forward(x)}
+
+    model, batch = Named(3, 2), (torch.randn(4, 3), classes(2, 4))
+    with pytest.raises(gn.errors.BatchError, match="outputs=lambda returned"):
+        gn.curvature(model, nn.CrossEntropyLoss(), batch)
+    found = gn.curvature(model, nn.CrossEntropyLoss(), batch, outputs=lambda r: r["logits"])
+    assert found[""].G.shape == (2, 2)

@@ -39,7 +39,7 @@ class Geometry(ABC):
             raise BatchError(
                 f"{type(self.criterion).__name__} got outputs of type "
                 f"{type(outputs).__name__}; curvature needs one tensor whose first dimension "
-                "counts data."
+                "counts data. Say which it is: outputs=lambda returned: …."
             )
         return outputs, targets[0] if len(targets) == 1 else targets
 
