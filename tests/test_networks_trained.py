@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import gaussnewton as gn
+from gaussnewton import jacobian
 from gaussnewton.jacobian import gauss_newton_product, jacobian_product, layer_jacobian_products
-from gaussnewton.network import Network
 from gaussnewton.observer import Observer
+from gaussnewton.tangents import push
 from tests.estimators.test_shared import images, residual, twice
 from tests.problems import fit, relative
 
@@ -132,13 +133,12 @@ def test_products_of_an_update_are_few_however_many_layers_there_are(
     y = (x.sum(1) > 0).long()
     first = fit(optimizer, x, y, 2)[0]
     asked = []
-    push = Network.push
 
-    def counted(self, directions, part) -> Tensor:
+    def counted(network, directions, part) -> Tensor:
         asked.append(len(directions))
-        return push(self, directions, part)
+        return push(network, directions, part)
 
-    monkeypatch.setattr(Network, "push", counted)
+    monkeypatch.setattr(jacobian, "push", counted)
     last = fit(optimizer, x, y, 8)[-1]
     assert sum(asked) == 8 * most
     assert len(optimizer.diagnostics["scales"]) == (layers if layers <= 8 else 0)
