@@ -177,8 +177,9 @@ def endings(results: dict[str, dict[str, Any]]) -> list[Ending]:
             for run in problem["runs"]:
                 updates, seconds, _ = run["points"][-1]
                 each = 1000 * seconds / updates if updates else 0.0
-                rows.setdefault(  # the figure of the CPU shows some runs a second time
-                    (problem["title"], run["title"]),
+                # The figure of the CPU shows some runs a second time, without their settings.
+                rows.setdefault(
+                    (problem["title"], run["title"].partition(":")[0]),
                     Ending(
                         problem["title"],
                         run["title"],

@@ -15,7 +15,7 @@ from gaussnewton.cli import main
 from gaussnewton.errors import DataError
 from gaussnewton.experiments.claims import CLAIMS, Claim
 from gaussnewton.experiments.figures import FIGURES
-from gaussnewton.experiments.report import inline, read_results, report
+from gaussnewton.experiments.report import endings, inline, read_results, report
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
@@ -244,3 +244,12 @@ def test_inlined_figures_do_not_share_ids_and_take_the_pages_ink() -> None:
     assert "metadata" not in found
     assert 'id="rank-a"' in found
     assert 'url(#rank-a)"/><use xlink:href="#rank-a"' in found
+
+
+def test_a_run_that_two_figures_show_has_one_row() -> None:
+    def shown(title: str) -> dict[str, Any]:
+        run = {"title": title, "points": [[0, 0.0, 3.0], [10, 2.0, 1.0]], "window": 1}
+        return {"problems": [{"title": "CURVES", "runs": [run]}]}
+
+    both = {"curves": shown("Adam, tuned: rate 2^-9"), "cpu": shown("Adam, tuned")}
+    assert [row.run for row in endings(both)] == ["Adam, tuned: rate 2^-9"]
