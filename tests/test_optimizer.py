@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import gaussnewton as gn
 from gaussnewton.quadratic import Quadratic
 from tests.literal import LiteralPaper
-from tests.problems import network, relative
+from tests.problems import fit, network, relative
 
 
 def problem(
@@ -27,17 +27,6 @@ def problem(
     return net, x, y
 
 
-def train(optimizer: gn.GaussNewton, x: Tensor, y: Tensor, updates: int) -> list[float]:
-    losses = []
-    for _ in range(updates):
-        optimizer.zero_grad()
-        loss = optimizer.criterion(optimizer.model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 @pytest.mark.parametrize("eta", [0.0, 1e-3])
 def test_paper_to_the_letter(eta: float) -> None:
     net, x, y = problem(n=12)
@@ -47,7 +36,7 @@ def test_paper_to_the_letter(eta: float) -> None:
     optimizer = gn.GaussNewton(net, criterion, weight_decay=eta, **settings)
     for i in range(25):
         part = slice(0, 8) if i % 2 else slice(4, 12)
-        train(optimizer, x[part], y[part], 1)
+        fit(optimizer, x[part], y[part], 1)
         literal.step(x[part], y[part])
         found = optimizer.diagnostics
         assert found["tau"] == pytest.approx(literal.tau, rel=1e-8)
@@ -63,8 +52,8 @@ def test_paper_to_the_letter(eta: float) -> None:
 def test_scale_of_the_loss_does_not_matter(settings: dict) -> None:
     net, x, y = problem()
     other = copy.deepcopy(net)
-    train(gn.GaussNewton(net, nn.MSELoss(), **settings), x, y, 20)
-    train(gn.GaussNewton(other, nn.MSELoss(reduction="sum"), **settings), x, y, 20)
+    fit(gn.GaussNewton(net, nn.MSELoss(), **settings), x, y, 20)
+    fit(gn.GaussNewton(other, nn.MSELoss(reduction="sum"), **settings), x, y, 20)
     assert relative(net(x), other(x)) < 1e-6
 
 
@@ -77,8 +66,8 @@ def test_permuted_hidden_units_do_not_matter(settings: dict) -> None:
         other.layers[0].weight.copy_(net.layers[0].weight[order])
         other.layers[0].bias.copy_(net.layers[0].bias[order])
         other.layers[1].weight.copy_(net.layers[1].weight[:, order])
-    train(gn.GaussNewton(net, nn.MSELoss(), **settings), x, y, 20)
-    train(gn.GaussNewton(other, nn.MSELoss(), **settings), x, y, 20)
+    fit(gn.GaussNewton(net, nn.MSELoss(), **settings), x, y, 20)
+    fit(gn.GaussNewton(other, nn.MSELoss(), **settings), x, y, 20)
     assert relative(net(x), other(x)) < 1e-6
 
 
@@ -88,7 +77,7 @@ def test_ends_below_adam(method: str, inversion: str) -> None:
     net, x, y = problem(n=200)
     other = copy.deepcopy(net)
     optimizer = gn.GaussNewton(net, nn.MSELoss(), curvature=method, inversion=inversion)
-    train(optimizer, x, y, 60)
+    fit(optimizer, x, y, 60)
     adam = torch.optim.Adam(other.parameters(), lr=1e-3)
     for _ in range(60):
         adam.zero_grad()
@@ -100,11 +89,11 @@ def test_ends_below_adam(method: str, inversion: str) -> None:
 def test_skips_what_is_not_finite_and_gives_up_in_the_end() -> None:
     net, x, y = problem()
     optimizer = gn.GaussNewton(net, nn.MSELoss(), guard=gn.Guard(patience=2))
-    train(optimizer, x, y, 3)
+    fit(optimizer, x, y, 3)
     before, state = copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict())
     bad = x.clone()
     bad[0, 0] = float("nan")
-    train(optimizer, bad, y, 2)
+    fit(optimizer, bad, y, 2)
     for key, value in net.state_dict().items():
         assert torch.equal(value, before[key])
     after = optimizer.state_dict()
@@ -112,10 +101,10 @@ def test_skips_what_is_not_finite_and_gives_up_in_the_end() -> None:
         for key, value in part.items():
             same = torch.equal(value, after["state"][i][key]) if isinstance(value, Tensor) else True
             assert same, key
-    train(optimizer, x, y, 1)
+    fit(optimizer, x, y, 1)
     assert optimizer.param_groups[0]["progress"]["skipped"] == 2
     with pytest.raises(gn.errors.NonFiniteError, match="3 steps in a row"):
-        train(optimizer, bad, y, 3)
+        fit(optimizer, bad, y, 3)
 
 
 OF_NO_STEP = {"loss", "t", "tau", "gamma", "noise", "refused", "skipped", "mended", "seconds"}
@@ -126,15 +115,15 @@ OF_NO_STEP = {"loss", "t", "tau", "gamma", "noise", "refused", "skipped", "mende
 def test_a_skipped_step_has_no_numbers_of_the_one_before(make: Callable) -> None:
     net, x, y = problem()
     optimizer = make(net, nn.MSELoss())
-    train(optimizer, x, y, 1)
+    fit(optimizer, x, y, 1)
     good = optimizer.diagnostics
     assert {"rho", "predicted"} < set(good)
-    train(optimizer, x * float("nan"), y, 1)
+    fit(optimizer, x * float("nan"), y, 1)
     found = optimizer.diagnostics
     assert set(found) == OF_NO_STEP
     assert math.isnan(found["loss"])
     assert (found["skipped"], found["t"], found["tau"]) == (1, good["t"], good["tau"])
-    train(optimizer, x, y, 1)
+    fit(optimizer, x, y, 1)
     assert {"rho", "predicted"} < set(optimizer.diagnostics)
 
 
@@ -152,7 +141,7 @@ def test_refuses_a_step_that_raises_the_loss() -> None:
     with torch.no_grad():
         net.layers[0].weight.mul_(0.1)
     before = [p.clone() for p in net.parameters()]
-    train(optimizer, x, y, 1)
+    fit(optimizer, x, y, 1)
     assert optimizer.diagnostics["rho"] < -1
     assert optimizer.diagnostics["refused"] == 1
     assert optimizer.diagnostics["tau"] > 1e-9
@@ -164,12 +153,12 @@ def test_factorisations_that_fail_are_mended() -> None:
     """An indefinite factor: more damping helps, and where nothing does the last inverse stays."""
     net, x, y = problem()
     optimizer = gn.GaussNewton(net, nn.MSELoss(), refresh=gn.Refresh(curvature=100, inverse=1))
-    train(optimizer, x, y, 2)
+    fit(optimizer, x, y, 2)
     state = optimizer.state[net.layers[0].weight]
     state["Q"] = state["Q"] - 0.5 * optimizer.diagnostics["tau"] ** 0.5 * torch.eye(6).double() * 3
-    losses = train(optimizer, x, y, 3)
+    losses = fit(optimizer, x, y, 3)
     state["Q"] = -1e12 * torch.eye(6).double()
-    losses += train(optimizer, x, y, 3)
+    losses += fit(optimizer, x, y, 3)
     assert all(torch.isfinite(torch.tensor(losses)))
     assert optimizer.diagnostics["mended"] > 0
     assert losses[-1] < losses[0]
@@ -178,7 +167,7 @@ def test_factorisations_that_fail_are_mended() -> None:
 def test_diagnostics_are_plain_numbers() -> None:
     net, x, y = problem()
     optimizer = gn.GaussNewton(net, nn.MSELoss())
-    train(optimizer, x, y, 5)
+    fit(optimizer, x, y, 5)
     found = optimizer.diagnostics
     assert found["rho"] == pytest.approx(found["actual"] / found["predicted"])
     for value in [v for v in found.values() if not isinstance(v, dict)] + [
@@ -221,7 +210,7 @@ def test_small_batches_of_noise_do_not_lead_astray(batch: int) -> None:
     optimizer = gn.GaussNewton(net, nn.CrossEntropyLoss())
     start = nn.functional.cross_entropy(net(x), y).item()
     for part in torch.arange(len(x)).split(batch):
-        train(optimizer, x[part], y[part], 1)
+        fit(optimizer, x[part], y[part], 1)
     with optimizer.averaged(), torch.no_grad():
         assert nn.functional.cross_entropy(net(x), y).item() < start
 
@@ -233,7 +222,7 @@ def test_without_annealing_the_same_batches_are_fitted_ever_closer() -> None:
         damping = gn.Damping(anneal=anneal)
         optimizer = gn.GaussNewton(net, nn.CrossEntropyLoss(), damping=damping)
         for part in torch.arange(len(x)).split(16):
-            train(optimizer, x[part], y[part], 1)
+            fit(optimizer, x[part], y[part], 1)
         taus[anneal] = optimizer.diagnostics["tau"]
     assert taus[True] > 10 * taus[False]
 
@@ -243,10 +232,10 @@ def test_takes_back_a_step_that_a_fresh_batch_finds_to_have_failed(times: float)
     """As if the third step had gone so many times as far."""
     net, x, y = problem(n=120)
     optimizer = gn.GaussNewton(net, nn.MSELoss())
-    train(optimizer, x[:30], y[:30], 2)
+    fit(optimizer, x[:30], y[:30], 2)
     before = [p.detach().clone() for p in net.parameters()]
     average = optimizer.averaged_parameters()
-    train(optimizer, x[30:60], y[30:60], 1)
+    fit(optimizer, x[30:60], y[30:60], 1)
     with torch.no_grad():
         for p in net.parameters():
             state = optimizer.state[p]
@@ -254,7 +243,7 @@ def test_takes_back_a_step_that_a_fresh_batch_finds_to_have_failed(times: float)
             p.add_(update, alpha=times - 1)
             state["average"].add_(update, alpha=(times - 1) / 3)
     tau = optimizer.diagnostics["tau"]
-    train(optimizer, x[60:], y[60:], 1)
+    fit(optimizer, x[60:], y[60:], 1)
     found = optimizer.diagnostics
     assert set(found) == OF_NO_STEP
     assert (found["refused"], found["t"]) == (1, 4)
@@ -270,11 +259,11 @@ def test_takes_back_a_step_that_a_fresh_batch_finds_to_have_failed(times: float)
 def test_goes_back_to_the_average_where_it_is_far_better() -> None:
     net, x, y = problem(n=90)
     optimizer = gn.GaussNewton(net, nn.MSELoss(), guard=gn.Guard(fresh_tolerance=1e9))
-    train(optimizer, x, y, 9)
+    fit(optimizer, x, y, 9)
     average = optimizer.averaged_parameters()
     with torch.no_grad():
         net.layers[-1].weight.mul_(50)
-    train(optimizer, x, y, 1)
+    fit(optimizer, x, y, 1)
     assert optimizer.diagnostics["refused"] == 1
     assert set(optimizer.diagnostics) == OF_NO_STEP
     for key, p in net.named_parameters():
@@ -285,7 +274,7 @@ def test_seconds_of_each_phase() -> None:
     net, x, y = problem()
     optimizer = gn.GaussNewton(net, nn.MSELoss())
     assert optimizer.diagnostics == {"seconds": {}}
-    train(optimizer, x, y, 1)
+    fit(optimizer, x, y, 1)
     seconds = optimizer.diagnostics["seconds"]
     phases = {"record", "damping", "curvature", "first damping", "inversion", "step size"}
     assert set(seconds) == phases
@@ -301,7 +290,7 @@ def explained(sizes: list[int], function: nn.Module, n: int = 50) -> str:
     optimizer = gn.GaussNewton(net, nn.MSELoss())
     assert "chosen at the first step" in optimizer.explain()
     x = torch.randn(n, sizes[0])
-    train(optimizer, x, torch.randn(n, sizes[-1]), 1)
+    fit(optimizer, x, torch.randn(n, sizes[-1]), 1)
     return optimizer.explain()
 
 

@@ -180,8 +180,3 @@ def rule_for(module: nn.Module, part: str = "") -> LayerRule | None:
             plain = type(module).forward is getattr(base, "forward", None) and not own
             return rule if plain and rule.fits(module) else None
     return None
-
-
-def supported_layers() -> list[str]:
-    """The names of the layer types that have a rule."""
-    return sorted({module.__name__ for module, _ in _RULES})
