@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import gaussnewton as gn
-from tests.problems import network, relative
-from tests.test_optimizer import problem, train
+from tests.problems import fit, network, relative
+from tests.test_optimizer import problem
 
 
 def test_one_step_solves_the_damped_system() -> None:
@@ -35,7 +35,7 @@ def test_lowers_the_loss_at_every_step_and_ends_below_adam(precondition: bool) -
     net, x, y = problem(n=200)
     other = copy.deepcopy(net)
     optimizer = gn.HessianFree(net, nn.MSELoss(), precondition=precondition)
-    losses = train(optimizer, x, y, 25)
+    losses = fit(optimizer, x, y, 25)
     assert all(b <= a for a, b in itertools.pairwise(losses))
     adam = torch.optim.Adam(other.parameters(), lr=1e-3)
     for _ in range(25):
@@ -63,11 +63,11 @@ def test_preconditioned_iterations_find_the_same_solution() -> None:
 def test_weight_decay_and_resume() -> None:
     net, x, y = problem()
     optimizer = gn.HessianFree(net, nn.MSELoss(), weight_decay=1e-3)
-    train(optimizer, x, y, 3)
+    fit(optimizer, x, y, 3)
     again = copy.deepcopy(net)
     resumed = gn.HessianFree(again, nn.MSELoss(), weight_decay=1e-3)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(optimizer, x, y, 3)
-    train(resumed, x, y, 3)
+    fit(optimizer, x, y, 3)
+    fit(resumed, x, y, 3)
     for p, q in zip(net.parameters(), again.parameters(), strict=True):
         assert torch.equal(p, q)
