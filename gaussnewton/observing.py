@@ -158,15 +158,19 @@ class ObservingOptimizer(Optimizer):
                 group.matrix(
                     {
                         # As everywhere in torch, without a gradient there is no decay either.
-                        key: torch.zeros_like(p)
-                        if p.grad is None
-                        else p.grad + self._setting(p, "weight_decay") * p
+                        key: torch.zeros_like(p) if p.grad is None else self._slope(p)
                         for key, p in group.parameters.items()
                     }
                 )
             )
             for group in self._observer.theta
         }
+
+    def _slope(self, p: nn.Parameter) -> Tensor:
+        """The gradient with respect to one parameter that has one."""
+        assert p.grad is not None
+        eta = self._setting(p, "weight_decay")
+        return p.grad + eta * p if eta else p.grad
 
     def _objective(self, losses: Sequence[Tensor], observations: Sequence[Observation]) -> Tensor:
         """f: what was differentiated, with the penalty η/2 ‖θ‖²."""
@@ -217,6 +221,8 @@ class ObservingOptimizer(Optimizer):
 
     def _times_lr(self, update: Matrices) -> Matrices:
         """An update with each parameter's learning rate in it."""
+        if all(float(group["lr"]) == 1 for group in self.param_groups):
+            return update
         return {
             group.name: group.matrix(
                 {
@@ -232,7 +238,10 @@ class ObservingOptimizer(Optimizer):
         for group in self._observer.theta:
             for key, part in group.tensors(step[group.name]).items():
                 p = group.parameters[key]
-                p.copy_(p.to(part.dtype) + part)  # in low precision, only the sum is rounded
+                if p.dtype == part.dtype:
+                    p.add_(part)
+                else:
+                    p.copy_(p.to(part.dtype) + part)  # only the sum is rounded
 
     def _snapshot(self) -> list[Tensor]:
         return [p.detach().clone() for p in self._parameters()]
@@ -461,9 +470,16 @@ def check_arguments(model: Any, criterion: Any, lr: float, weight_decay: float) 
 
 def inner(a: Matrices, b: Matrices) -> Tensor:
     """aᵀ b, over the layers that both have."""
-    return torch.stack(
-        [(a[name].double() * b[name].double()).sum() for name in b if name in a]
-    ).sum()
+    return torch.stack([dot(a[name], b[name]) for name in b if name in a]).sum()
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """aᵀ b of two tensors, as a number in float64.
+
+    In float32 its error is some 1e-7 of ‖a‖ ‖b‖, because it is summed up in parts; copies in
+    float64 would take longer than all else that is done with a direction but multiplying it.
+    """
+    return torch.dot(a.reshape(-1), b.reshape(-1)).double()
 
 
 def _plain(value: Any) -> Any:

@@ -23,7 +23,7 @@ from gaussnewton.observer import Observation
 from gaussnewton.observing import Matrices, inner
 from gaussnewton.passage import Passage, refuse_loose
 from gaussnewton.progress import Progress
-from gaussnewton.proposal import Proposal, Shift, calibrated, plain, squared
+from gaussnewton.proposal import Proposal, Shift, calibrated, plain, scaled, squared
 from gaussnewton.quadratic import gauss_newton_gram
 from gaussnewton.running import blocks_of, careful_inverse, store, stored
 from gaussnewton.settings import Damping, Guard, Refresh, StepSize
@@ -249,10 +249,34 @@ class GaussNewton(GuardedOptimizer):
         passage = observations[0].passage
         if not self.step_size.calibrate or self._many_layers(passage):
             return plain(gradient, direction, previous, gram, shift, share)
+        if (scales := self._known_scales(progress)) is not None:
+            direction = scaled(direction, scales)
+            return plain(gradient, direction, previous, gram, shift, share, most)
         names = passage.trained
         return calibrated(
-            gradient, direction, previous, gram, shift, names, self._blend, most, share
+            gradient,
+            direction,
+            previous,
+            gram,
+            shift,
+            names,
+            self._blend,
+            most,
+            share,
+            self.step_size.favour,
         )
+
+    def _known_scales(self, progress: Progress) -> dict[str, Tensor] | None:
+        """Each layer's scale, where it need not be looked at in this update."""
+        early = progress.t <= self.refresh.early
+        if early or (progress.t - 1) % self.step_size.calibrate_interval == 0:
+            return None
+        scales = {
+            group.name: self._layer_state(group.name).get("log_scale")
+            for group in self._observer.theta
+        }
+        known = {name: s for name, s in scales.items() if s is not None and bool(s.isfinite())}
+        return known if len(known) == len(scales) else None
 
     def _many_layers(self, passage: Passage) -> bool:
         """Whether calibrating each layer would cost far more than the rest of an update."""
@@ -297,7 +321,8 @@ class GaussNewton(GuardedOptimizer):
         """The running geometric mean of a layer's own step size, as a logarithm."""
         past = self._layer_state(name).get("log_scale", own).to(own)
         past = past.where(past.isfinite(), own)
-        blended = past + (1 - self.step_size.memory) * (own - past)
+        memory = self.step_size.memory**self.step_size.calibrate_interval
+        blended = past + (1 - memory) * (own - past)
         # A layer without a gradient says nothing, and must not spoil the others.
         return blended.where(own.isfinite(), past).nan_to_num(0.0, 0.0, 0.0)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from gaussnewton.observing import Matrices, inner
+from gaussnewton.observing import Matrices, dot, inner
 from gaussnewton.quadratic import Quadratic
 
 Gram = Callable[[Matrices | None, Matrices | None], Tensor]
@@ -47,6 +49,7 @@ def plain(
     gram: Gram,
     shift: Shift,
     share: float = 1.0,
+    most: float = math.inf,
 ) -> Proposal:
     """α and, where there is a last update, a momentum coefficient, together.
 
@@ -57,13 +60,19 @@ def plain(
         gram: of the full Gauss-Newton matrix.
         shift: τ + η of each layer, or of each of its parameters.
         share: how much of the model's best step to take.
+        most: neither coefficient may be greater.
     """
     spans = [direction] if previous is None else [direction, previous]
     together = {name: torch.stack([d[name] for d in spans]) for name in direction}
     M = gram(None, together) + _shifted(spans, shift)
     model = Quadratic(M, torch.stack([inner(gradient, d) for d in spans]))
-    c = share * model.minimum()
+    c = share * model.minimum(most)
     return Proposal(combine(c, spans), model, c, {})
+
+
+def scaled(direction: Matrices, scales: Mapping[str, Tensor]) -> Matrices:
+    """A direction with each layer's scale in it, given as a logarithm; in place."""
+    return {name: d.mul_(scales[name].exp().to(d.dtype)) for name, d in direction.items()}
 
 
 def calibrated(
@@ -76,10 +85,13 @@ def calibrated(
     blend: Callable[[str, Tensor], Tensor],
     most: float,
     share: float,
+    favour: float,
 ) -> Proposal:
     """Scale each layer by its own exact line search, then solve for all together.
 
-    Layer λ alone would go −b_λ / M_λλ along its direction.
+    Layer λ alone would go −b_λ / M_λλ along its direction, and gain b_λ² / 2 M_λλ. Layers that
+    gain more are favoured over others, because all of them move at once and much of what they
+    gain is the same.
 
     Args:
         gradient: as in :func:`plain`, as are the next four.
@@ -92,6 +104,7 @@ def calibrated(
             finite, to the one to use.
         most: neither coefficient may be greater.
         share: see above.
+        favour: see :func:`own_scales`.
     """
     others = None if previous is None else {n: p.unsqueeze(0) for n, p in previous.items()}
     spans: list[Matrices] = [{name: direction[name]} for name in names]
@@ -99,7 +112,7 @@ def calibrated(
     M = gram(direction, others) + _shifted(spans, shift)
     b = torch.stack([inner(gradient, d) for d in spans])
     count = len(names)
-    own = (-b[:count] / M.diagonal()[:count]).log()  # no number where a gradient is zero
+    own = own_scales(M.diagonal()[:count], b[:count], favour)
     scales = torch.stack([blend(name, s) for name, s in zip(names, own, strict=True)])
     basis = torch.zeros(len(spans), len(spans) - count + 1, dtype=M.dtype, device=M.device)
     basis[:count, 0] = scales.exp()
@@ -107,23 +120,44 @@ def calibrated(
         basis[count, 1] = 1
     model = Quadratic(M, b).project(basis)
     c = share * model.minimum(most)
-    scaled = {
-        name: direction[name] * scale.to(direction[name].dtype)
-        for name, scale in zip(names, scales.exp(), strict=True)
+    lengths = dict(zip(names, c[0] * scales.exp(), strict=True))
+    update = {
+        name: _added(
+            direction[name] * length.to(direction[name].dtype), c[1:], previous and [previous[name]]
+        )
+        for name, length in lengths.items()
     }
-    update = combine(c, [scaled] if previous is None else [scaled, previous])
     return Proposal(update, model, c, dict(zip(names, scales, strict=True)))
+
+
+def own_scales(
+    M: Float[Tensor, " layers"], b: Float[Tensor, " layers"], favour: float
+) -> Float[Tensor, " layers"]:
+    """The logarithm of each layer's own step size; no number where its gradient is zero.
+
+    Args:
+        M: the curvature along each layer's direction.
+        b: the slope along it.
+        favour: the power of what a layer gains by itself, in units of the layers' mean, that its
+            step is multiplied by.
+    """
+    gains = b.square() / M
+    return (-b / M).log() + favour * (gains / gains.nanmean()).log()
 
 
 def combine(c: Tensor, spans: Sequence[Matrices]) -> Matrices:
     """Σ c_i d_i."""
     return {
-        name: sum(
-            (s.to(d[name].dtype) * d[name] for s, d in zip(c[1:], spans[1:], strict=True)),
-            start=c[0].to(spans[0][name].dtype) * spans[0][name],
-        )
-        for name in spans[0]
+        name: _added(first * c[0].to(first.dtype), c[1:], [d[name] for d in spans[1:]])
+        for name, first in spans[0].items()
     }
+
+
+def _added(total: Tensor, c: Tensor, parts: Sequence[Tensor] | None) -> Tensor:
+    """total + Σ c_i d_i, in place."""
+    for s, part in zip(c, parts or [], strict=True):
+        total.addcmul_(part, s.to(total.dtype))
+    return total
 
 
 def squared(direction: Matrices, shift: Shift) -> Tensor:
@@ -133,14 +167,19 @@ def squared(direction: Matrices, shift: Shift) -> Tensor:
 
 def _shifted(spans: Sequence[Matrices], shift: Shift) -> Tensor:
     """d_iᵀ (τ + η) d_j."""
-    return torch.stack([torch.stack([_dot(a, b, shift) for b in spans]) for a in spans])
+    result = next(iter(spans[0].values())).new_zeros(len(spans), len(spans), dtype=torch.float64)
+    for i, a in enumerate(spans):
+        for j, b in enumerate(spans[: i + 1]):
+            if a.keys() & b.keys():
+                result[i, j] = result[j, i] = _dot(a, b, shift)
+    return result
 
 
 def _dot(a: Matrices, b: Matrices, shift: Shift) -> Tensor:
     terms = [
-        (shift[name] * (a[name].double() * b[name].double())).sum()
-        if isinstance(shift[name], Tensor)
-        else shift[name] * (a[name].double() * b[name].double()).sum()
+        (amount * (a[name].double() * b[name].double())).sum()
+        if isinstance(amount := shift[name], Tensor)
+        else amount * dot(a[name], b[name])
         for name in a
         if name in b
     ]

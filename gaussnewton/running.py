@@ -73,7 +73,8 @@ def careful_inverse(
     """
     for wide, amount in ((False, 1), (False, 10), (True, 10), (True, 1000)):
         try:
-            return (block.double() if wide else block).invert(amount * damping, inversion)
+            inverse = (block.double() if wide else block).invert(amount * damping, inversion)
+            return inverse.multiplied_out()
         except (FactorisationError, RuntimeError):  # torch's LinAlgError is one
             progress.mended += 1
     if last is not None:

@@ -50,7 +50,11 @@ class StepSize:
         layers: so many layers at most are calibrated in a network that is no chain. There each
             of them needs a product with the Jacobian of its own, while a chain has them all in one
             pass; with more layers the direction is scaled as a whole.
-        memory: of that running mean.
+        calibrate_interval: updates between two such looks at each layer, after the first few; it
+            is the dearest part of a step size. In between there is one scale for all.
+        memory: of that running mean, by update.
+        favour: layers that gain more by themselves go further than others, by this power of what
+            they gain. All layers move at once, and much of what they gain is the same.
         most: the greatest multiple of the calibrated direction, and of the last update. Only
             small batches ask for more, and it is their noise that does.
         share: how much of the quadratic model's step is taken where batches are noisy: the model
@@ -63,7 +67,9 @@ class StepSize:
     momentum: bool = True
     calibrate: bool = True
     layers: int = 8
+    calibrate_interval: int = 1
     memory: float = 0.9
+    favour: float = 0.5
     most: float = 1.0
     share: float = 0.8
     part: float = 0.25

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.profiler import record_function
 
 
 class Stopwatch:
-    """Seconds by phase, read only when somebody asks.
+    """Seconds by phase, read only when somebody asks; ``torch.profiler`` shows the phases too.
 
     On a GPU, work is timed by events in its own stream, so that nothing waits for it; the
     wait is where :meth:`seconds` is called.
@@ -36,10 +37,11 @@ class Stopwatch:
     def __call__(self, phase: str) -> Iterator[None]:
         """Time what is inside, and add it to a phase."""
         start = self._now()
-        try:
-            yield
-        finally:
-            self._spans.append((phase, start, self._now()))
+        with record_function(f"gaussnewton: {phase}"):
+            try:
+                yield
+            finally:
+                self._spans.append((phase, start, self._now()))
 
     def seconds(self) -> dict[str, float]:
         """Each phase's seconds so far."""

@@ -31,6 +31,10 @@ class Inverse(ABC):
     def sample(self, generator: torch.Generator | None = None) -> Float[Tensor, "rows columns"]:
         """A draw from the Gaussian of covariance (C + k I)⁻¹."""
 
+    def multiplied_out(self) -> Inverse:
+        """The same in the form that solves fastest, where making it pays off after a few solves."""
+        return self
+
 
 class Block(ABC):
     """A symmetric matrix C that acts on the gradient of a layer's matrix ``[W | b]``."""

@@ -139,10 +139,35 @@ class FactoredInverse(Inverse):
         rows, columns = self.L_G.shape[0], self.L_Q.shape[0]
         return 2 * (rows * _log_diagonal(self.L_Q) + columns * _log_diagonal(self.L_G))
 
+    def multiplied_out(self) -> MultipliedInverse:
+        return MultipliedInverse(torch.cholesky_inverse(self.L_Q), torch.cholesky_inverse(self.L_G))
+
     def sample(self, generator: torch.Generator | None = None) -> Float[Tensor, "rows columns"]:
         Z = _noise(self.L_G, self.L_Q, generator)
         half = torch.linalg.solve_triangular(self.L_G.T, Z, upper=True)
         return torch.linalg.solve_triangular(self.L_Q, half, upper=False, left=False)
+
+
+@dataclass(frozen=True, eq=False)
+class MultipliedInverse(Inverse):
+    """A Kronecker product of two inverses written out: faster to apply than triangular solves."""
+
+    Q_inverse: Float[Tensor, "columns columns"]
+    G_inverse: Float[Tensor, "rows rows"]
+
+    def solve(self, V: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
+        return self.G_inverse @ V.to(self.G_inverse.dtype) @ self.Q_inverse
+
+    def logdet(self) -> Float[Tensor, ""]:
+        rows, columns = self.G_inverse.shape[0], self.Q_inverse.shape[0]
+        return -(rows * self.Q_inverse.logdet() + columns * self.G_inverse.logdet())
+
+    def sample(self, generator: torch.Generator | None = None) -> Float[Tensor, "rows columns"]:
+        L_Q, L_G = (
+            cholesky(part, "the inverse of a damped factor")
+            for part in (self.Q_inverse, self.G_inverse)
+        )
+        return L_G @ _noise(L_G, L_Q, generator) @ L_Q.T
 
 
 @dataclass(frozen=True, eq=False)

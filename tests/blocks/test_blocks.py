@@ -207,6 +207,20 @@ def test_samples_have_the_inverse_as_covariance(inversion: str) -> None:
     assert (covariance - expected).norm() / expected.norm() < 0.05
 
 
+def test_an_inverse_multiplied_out_is_the_same_inverse() -> None:
+    block, V = kronecker(3, 5), torch.randn(3, 5, dtype=F64)
+    inverse = block.invert(0.3, "factored")
+    fast = inverse.multiplied_out()
+    assert type(fast) is not type(inverse)
+    torch.testing.assert_close(fast.solve(V), inverse.solve(V))
+    torch.testing.assert_close(fast.logdet(), inverse.logdet())
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.stack([vec(fast.sample(generator)) for _ in range(20_000)])
+    columns = [vec(inverse.solve(e.reshape(5, 3).T)) for e in torch.eye(15, dtype=F64)]
+    expected = torch.stack(columns, dim=1)
+    assert (draws.T @ draws / len(draws) - expected).norm() / expected.norm() < 0.05
+
+
 def test_dense_samples_have_the_inverse_as_covariance() -> None:
     block = dense(2, 2)
     inverse, generator = block.invert(0.5), torch.Generator().manual_seed(0)

@@ -1,0 +1,303 @@
+"""Where the time of an update goes: seconds, GFLOP and GFLOP/s of each phase.
+
+The paper's MNIST autoencoder, with ``gn.GaussNewton``'s defaults and with everything fresh in
+every update (curvature, inverses, J·v on the whole batch), beside forward and backward passes of
+the same batch, and beside what products and factorisations are needed on paper. Images are random,
+because nothing here depends on what they show::
+
+    .venv/bin/python benchmarks/profiling.py
+
+Seconds are the best of repeats of the same update, so that a noisy machine does less harm; the
+peak is that of a matrix product, measured in the same run. Multiplications and additions are
+counted by ``torch.profiler``, those of factorisations by their shapes. Memory is what torch has
+allocated at most in an update, less what it had before the optimiser was made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import gaussnewton as gn
+
+ENCODER = (784, 1000, 500, 250, 30)
+SIZES = (*ENCODER, *ENCODER[-2::-1])
+PHASES = "gaussnewton: "
+LOOP = "forward and backward"
+# Multiplications and additions of LAPACK's routines for a matrix [d, d], in d³.
+LAPACK = {"aten::linalg_cholesky_ex": 1 / 3, "aten::cholesky_inverse": 2 / 3}
+
+FRESH: dict[str, Any] = {
+    "curvature": "kfra",
+    "damping": gn.Damping(anneal=False, tau_interval=10_000),
+    "step_size": gn.StepSize(momentum=False, calibrate=False, part=1.0),
+    "refresh": gn.Refresh(curvature=1, inverse=1),
+}
+"""An update of the paper's with everything fresh; ρ, of which the paper has one every five
+updates, is left out."""
+
+
+def autoencoder() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for a, b in pairwise(SIZES):
+        layers += [nn.Linear(a, b), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def paper_counts(batch: int, part: float, calibrated: bool, momentum: bool) -> dict[str, float]:
+    """GFLOP of the products that each phase needs once, symmetric ones in full."""
+    layers = list(pairwise(SIZES))
+    through = sum(2 * a * b for a, b in layers)
+    first = 2 * layers[0][0] * layers[0][1]
+    moments = sum(2 * batch * (a + 1) ** 2 for a, _ in layers)
+    slopes = sum(2 * batch * b * b for _, b in layers[:-1])
+    recursion = sum(2 * (b * b * a + b * a * a) for a, b in layers[1:])
+    inverses = sum((a + 1) ** 3 + b**3 for a, b in layers)
+    solve = sum(2 * (b * b * (a + 1) + b * (a + 1) ** 2) for a, b in layers)
+    along = 2 * through - first  # a tangent of all layers: through each layer, and from each
+    each = sum((i + 1) * 2 * a * b for i, (a, b) in enumerate(layers))
+    tangents = (each if calibrated else along) + (along if momentum else 0)
+    flop = {
+        LOOP: batch * (3 * through - first),
+        "curvature": moments + slopes + recursion,
+        "inversion": inverses,
+        "step size": solve + part * batch * tangents,
+        "a forward pass": batch * through,
+    }
+    return {name: count / 1e9 for name, count in flop.items()}
+
+
+@dataclass
+class Costs:
+    """What updates cost: seconds and GFLOP by phase, for each of them."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    gflop: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    updates: int = 0
+
+
+class Loop:
+    """A training loop on one batch, as a user would write it."""
+
+    def __init__(self, batch: int, settings: dict[str, Any]) -> None:
+        self.model, self.criterion = autoencoder(), nn.BCEWithLogitsLoss()
+        self.optimizer = gn.GaussNewton(self.model, self.criterion, **settings)
+        self.images = torch.rand(10, batch, SIZES[0])
+        self.t = 0
+
+    def update(self) -> dict[str, float]:
+        """One update; returns its seconds by phase."""
+        x = self.images[self.t % 10]
+        self.t += 1
+        started = time.perf_counter()
+        self.optimizer.zero_grad()
+        self.criterion(self.model(x), x).backward()
+        between = time.perf_counter()
+        self.optimizer.step()
+        ended = time.perf_counter()
+        phases: dict[str, float] = self.optimizer.diagnostics["seconds"]
+        rest = ended - between - sum(phases.values())
+        return {LOOP: between - started, **phases, "the rest": rest}
+
+
+def measure(batch: int, settings: dict[str, Any], period: int, repeats: int) -> Costs:
+    """Seconds and GFLOP of a period of updates: the best of each of its updates."""
+    loop, costs = Loop(batch, settings), Costs(updates=period)
+    while loop.t < 2 * period or loop.t < loop.optimizer.refresh.early:
+        loop.update()
+    found = [[loop.update() for _ in range(period)] for _ in range(repeats)]
+    for k in range(period):  # the k-th update of each period does the same
+        best = min((run[k] for run in found), key=lambda phases: sum(phases.values()))
+        for phase, seconds in best.items():
+            costs.seconds[phase].append(seconds)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, with_flops=True) as seen:
+        for _ in range(period):
+            loop.update()
+    for event in seen.events():
+        flop = event.flops or _lapack(event)
+        if flop and not _inside(event, "aten::"):
+            costs.gflop[_phase(event)] += flop / 1e9
+    return costs
+
+
+def _lapack(event: Any) -> float:
+    cubes = LAPACK.get(event.name, 0)
+    return cubes * event.input_shapes[0][0] ** 3 if cubes else 0
+
+
+def _inside(event: Any, name: str) -> bool:
+    """Whether an operation is part of another that is counted."""
+    parent = event.cpu_parent
+    return parent is not None and (
+        (parent.name.startswith(name) and bool(parent.flops)) or _inside(parent, name)
+    )
+
+
+def _phase(event: Any) -> str:
+    while event is not None:
+        if event.name.startswith(PHASES):
+            return str(event.name.removeprefix(PHASES))
+        event = event.cpu_parent
+    return LOOP
+
+
+def best_of(run: Callable[[], object], repeats: int) -> float:
+    """Seconds of the fastest of some repeats."""
+    best = float("inf")
+    for _ in range(repeats):
+        started = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def peak(size: int = 2000) -> float:
+    """GFLOP/s of a matrix product."""
+    a, b, out = torch.randn(size, size), torch.randn(size, size), torch.empty(size, size)
+    return 2 * size**3 / best_of(lambda: torch.mm(a, b, out=out), 30) / 1e9
+
+
+def forward_backward(batch: int, repeats: int) -> float:
+    """Seconds of the two passes with no optimiser about."""
+    model, criterion = autoencoder(), nn.BCEWithLogitsLoss()
+    x = torch.rand(batch, SIZES[0])
+
+    def run() -> None:
+        model.zero_grad()
+        criterion(model(x), x).backward()
+
+    return best_of(run, repeats)
+
+
+def memory(batch: int, settings: dict[str, Any]) -> dict[str, float]:
+    """MiB that the optimiser and a step take above model, gradients and the loop's own passes."""
+    loop = Loop(batch, settings)
+    for _ in range(12):
+        loop.update()
+    state = {id(t): t for s in loop.optimizer.state.values() for t in s.values() if _is(t)}
+    inverses = {id(t): t for i in loop.optimizer._inverses.values() for t in vars(i).values()}
+    kept = sum(t.nbytes for t in (state | inverses).values())
+    parameters = sum(p.nbytes for p in loop.model.parameters())
+    activations = batch * sum(SIZES) * 4
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        for _ in range(10):
+            loop.update()
+    plain = autoencoder()
+    x = loop.images[0]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as without:
+        for _ in range(3):
+            plain.zero_grad()
+            nn.BCEWithLogitsLoss()(plain(x), x).backward()
+    above = _highest(seen) - _highest(without)
+    MiB = 2**20
+    return {
+        "parameters": parameters / MiB,
+        "activations": activations / MiB,
+        "kept": kept / MiB,
+        "step": above / MiB,
+        "both": (kept + above) / MiB,
+        "bar": (8 * parameters + 1.5 * activations) / MiB,
+    }
+
+
+def _is(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _highest(seen: profile) -> int:
+    """The most bytes that were allocated above what there was at the start."""
+    assert seen.profiler is not None
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = highest = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        highest = max(highest, now)
+    return highest
+
+
+def table(costs: Costs, counts: dict[str, float], unit: float, top: float) -> str:
+    """One line a phase, and one for the whole update."""
+    rows = []
+    n = costs.updates
+    for phase, seconds in costs.seconds.items():
+        rows.append((phase, sum(seconds) / n, costs.gflop.get(phase, 0.0) / n, counts.get(phase)))
+    rows.append(("an update", sum(r[1] for r in rows), sum(r[2] for r in rows), None))
+    return tabulate(
+        [
+            (name, 1e3 * s, s / unit, g or None, on_paper, g / s if g else None, g / s / top)
+            for name, s, g, on_paper in rows
+        ],
+        headers=("phase", "ms", "forward-backwards", "GFLOP", "once, on paper", "GFLOP/s", "of peak"),
+        floatfmt=("", ".1f", ".2f", ".1f", ".1f", ".0f", ".0%"),
+        tablefmt="pipe",
+    )  # fmt: skip
+
+
+def report(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """The page, and its numbers."""
+    batch, repeats = arguments.batch, arguments.repeats
+    default = gn.StepSize()
+    top, unit = peak(), forward_backward(batch, 10 * repeats)
+    runs = {
+        "Everything fresh": (FRESH, 1, paper_counts(batch, 1.0, False, False)),
+        "Defaults": ({}, 40, paper_counts(batch, default.part, True, True)),
+    }
+    parts, numbers = [], {"peak": top, "forward_backward": unit}
+    for name, (settings, period, counts) in runs.items():
+        costs = measure(batch, settings, period, repeats if period > 1 else 10 * repeats)
+        top, unit = max(top, peak()), min(unit, forward_backward(batch, 2 * repeats))
+        seconds = sum(map(sum, costs.seconds.values())) / period
+        gflop = sum(costs.gflop.values()) / period
+        numbers[name] = {"forward_backwards": seconds / unit, "rate": gflop / seconds / top}
+        parts.append(f"## {name}\n\n{table(costs, counts, unit, top)}\n")
+    used = memory(batch, {})
+    numbers["memory"] = used
+    parts.append(
+        "## Memory\n\n"
+        + tabulate(
+            [(name, mib, mib / used["parameters"]) for name, mib in used.items()],
+            headers=("what", "MiB", "times the parameters"),
+            floatfmt=".1f",
+            tablefmt="pipe",
+        )
+    )
+    head = (
+        f"# An update of the MNIST autoencoder, batch {batch}\n\n"
+        f"`.venv/bin/python benchmarks/profiling.py --threads {torch.get_num_threads()}`\n\n"
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads; a matrix product reaches "
+        f"{top:.0f} GFLOP/s, forward and backward {1e3 * unit:.1f} ms.\n"
+    )
+    return "\n".join([head, *parts]) + "\n", numbers
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--batch", type=int, default=1000)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/profiling.md")
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(chosen.threads)
+    text, numbers = report(chosen)
+    print(text)
+    chosen.out.write_text(text)
+    chosen.out.with_suffix(".json").write_text(json.dumps(numbers, indent=1))
+
+
+if __name__ == "__main__":
+    main()

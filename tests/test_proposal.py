@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from gaussnewton.proposal import calibrated, own_scales, plain, scaled
+
+SHAPES = {"first": (3, 4), "second": (2, 4), "third": (1, 3)}
+SHIFT = {"first": 0.3, "second": 0.3, "third": torch.rand(1, 3).double() + 0.1}
+
+
+class Dense:
+    """A full Gauss-Newton matrix, and what is needed of it."""
+
+    def __init__(self) -> None:
+        self.sizes = [math.prod(shape) for shape in SHAPES.values()]
+        A = torch.randn(sum(self.sizes), 30).double()
+        self.matrix = A @ A.T / 30
+
+    def vector(self, matrices: dict[str, Tensor]) -> Tensor:
+        zero = {name: torch.zeros(*shape).double() for name, shape in SHAPES.items()}
+        return torch.cat([part.flatten() for part in (zero | matrices).values()])
+
+    def gram(self, layers: dict | None, others: dict | None) -> Tensor:
+        spans = [] if layers is None else [{name: layers[name]} for name in SHAPES]
+        if others is not None:
+            count = len(next(iter(others.values())))
+            spans += [{name: V[k] for name, V in others.items()} for k in range(count)]
+        V = torch.stack([self.vector(span) for span in spans])
+        return V @ self.matrix @ V.T
+
+    def shifted(self) -> Tensor:
+        """The matrix with τ + η on its diagonal."""
+        amounts = [
+            (torch.zeros(*shape).double() + SHIFT[name]).flatten() for name, shape in SHAPES.items()
+        ]
+        return self.matrix + torch.cat(amounts).diag()
+
+
+def matrices() -> dict[str, Tensor]:
+    return {name: torch.randn(*shape).double() for name, shape in SHAPES.items()}
+
+
+def downhill(gradient: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Directions that lower the loss, some more than others."""
+    return {name: -(0.5 + torch.rand_like(g)) * g for name, g in gradient.items()}
+
+
+@pytest.mark.parametrize("favour", [0.0, 0.5])
+@pytest.mark.parametrize("momentum", [False, True])
+def test_calibrated_step_is_the_one_written_out(favour: float, momentum: bool) -> None:
+    dense, gradient = Dense(), matrices()
+    direction = downhill(gradient)
+    previous = matrices() if momentum else None
+    asked = {}
+
+    def blend(name: str, own: Tensor) -> Tensor:
+        asked[name] = float(own)
+        return own
+
+    proposal = calibrated(
+        gradient, direction, previous, dense.gram, SHIFT, list(SHAPES), blend, 1e9, 0.7, favour
+    )  # fmt: skip
+    C, g = dense.shifted(), dense.vector(gradient)
+    lengths, gains = {}, {}
+    for name in SHAPES:
+        d = dense.vector({name: direction[name]})
+        lengths[name] = float(-(g @ d) / (d @ C @ d))
+        gains[name] = float((g @ d) ** 2 / (d @ C @ d))
+    mean = sum(gains.values()) / 3
+    for name in SHAPES:
+        lengths[name] *= (gains[name] / mean) ** favour
+        assert asked[name] == pytest.approx(math.log(lengths[name]))
+    spans = [dense.vector({name: lengths[name] * d for name, d in direction.items()})]
+    if previous is not None:
+        spans.append(dense.vector(previous))
+    S = torch.stack(spans, dim=1)
+    c = -0.7 * torch.linalg.solve(S.T @ C @ S, S.T @ g)
+    torch.testing.assert_close(dense.vector(proposal.update), S @ c)
+    step = dense.vector(proposal.update)
+    torch.testing.assert_close(proposal.predicted(), g @ step + 0.5 * step @ C @ step)
+
+
+def test_known_scales_give_the_same_step() -> None:
+    dense, gradient, previous = Dense(), matrices(), matrices()
+    direction = downhill(gradient)
+    kept = {
+        name: torch.tensor(s).double() for name, s in zip(SHAPES, (0.1, -0.4, 0.7), strict=True)
+    }
+    looked = calibrated(
+        gradient, direction, previous, dense.gram, SHIFT, list(SHAPES),
+        lambda name, _: kept[name], 1.0, 0.8, 0.5,
+    )  # fmt: skip
+    other = plain(
+        gradient, scaled(direction, kept), previous, dense.gram, SHIFT, share=0.8, most=1.0
+    )
+    torch.testing.assert_close(dense.vector(other.update), dense.vector(looked.update))
+    torch.testing.assert_close(other.predicted(), looked.predicted())
+
+
+def test_a_layer_without_gradient_does_not_spoil_the_others() -> None:
+    M, b = torch.tensor([2.0, 1.0, 4.0]).double(), torch.tensor([-1.0, 0.0, -2.0]).double()
+    own = own_scales(M, b, 0.5)
+    assert own.isfinite().tolist() == [True, False, True]
