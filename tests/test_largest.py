@@ -55,8 +55,7 @@ def test_explain_foresees_tiles() -> None:
     fresh = gn.GaussNewton(model, criterion, largest=4)
     _, optimizer, _ = trained(1, 4)
     kinds = [
-        [line for line in o.explain().splitlines() if "layers." in line]
-        for o in (fresh, optimizer)
+        [line for line in o.explain().splitlines() if "layers." in line] for o in (fresh, optimizer)
     ]
     assert [line.split("wide")[0] for line in kinds[0]] == [
         line.split("wide")[0] for line in kinds[1]
