@@ -82,7 +82,7 @@ class Model:
 
 
 MODELS = {
-    "100 million": Model(lambda: Transformer(10, 640, 1728, 10, 32_000), 1024, 512, 8),
+    "100 million": Model(lambda: Transformer(12, 640, 1728, 10, 32_000), 1024, 512, 8),
     "7 billion": Model(lambda: Transformer(32, 4096, 11_008, 32, 32_000), 2048, 2048, 256),
 }
 
@@ -210,20 +210,16 @@ def section(name: str, model: Model) -> str:
     first = next(iter(plans.values()))
     flop, held, sent = adamw(first)
     head = (
-        f"### {name}\n\n{first.parameters / 1e6:,.0f} million parameters, {model.sequences} sequences "
-        f"of {model.length} tokens a batch, {model.workers} workers."
+        f"### {name}\n\n{first.parameters / 1e6:,.0f} million parameters, {model.sequences} "
+        f"sequences of {model.length} tokens a batch, {model.workers} workers."
     )
     tables = [head]
-    for what, unit, reference, parts in (
-        ("operations of a step", "FLOP", flop, {t: p.operations() for t, p in plans.items()}),
-        ("bytes held, all workers together", "B", held, {t: p.bytes() for t, p in plans.items()}),
-        (
-            "bytes a worker sends in a step",
-            "B",
-            sent,
-            {t: p.communication() for t, p in plans.items()},
-        ),
+    for what, unit, reference, of in (
+        ("operations of a step", "FLOP", flop, Plan.operations),
+        ("bytes held, all workers together", "B", held, Plan.bytes),
+        ("bytes a worker sends in a step", "B", sent, Plan.communication),
     ):
+        parts = {title: of(plan) for title, plan in plans.items()}
         rows = [
             [line, "", *(amount(found[line], unit) for found in parts.values())]
             for line in next(iter(parts.values()))

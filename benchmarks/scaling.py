@@ -43,7 +43,12 @@ import gaussnewton as gn
 from gaussnewton.experiments.figures.style import canvas, dress, legend, line, note
 
 LIMIT = 1024
-METHODS = ("forward + backward", "Adam", "update", f"update, tiles of {LIMIT}")
+METHODS = (
+    "forward + backward",
+    "Adam's update",
+    "GaussNewton's update",
+    f"GaussNewton's update, tiles of {LIMIT}",
+)
 STYLES = ("reference", "adam", "gaussnewton", "kfra dashed")
 
 
@@ -82,7 +87,7 @@ SWEEPS = {
         lambda L: (256,) * (L + 1),
         lambda _: 250,
         (1, 1, 2, 2),
-        (1, 1, 2, 2),
+        (1, 1, 1, 1),
         "J·v of each layer through all later ones, L² / 2; all else is L",
     ),
     "outputs": Sweep(
@@ -135,15 +140,15 @@ class Task:
 
     def prepare(self) -> None:
         """Make the optimiser, if there is one."""
-        if self.method == "Adam":
+        if self.method == METHODS[1]:
             self.optimizer = torch.optim.Adam(self.model.parameters())
-        elif self.method.startswith("update"):
+        elif self.method != METHODS[0]:
             self.optimizer = gn.GaussNewton(
                 self.model,
                 self.criterion,
                 damping=gn.Damping(tau=1.0),
                 refresh=gn.Refresh(early=0),
-                largest=LIMIT if "tiles" in self.method else None,
+                largest=LIMIT if self.method == METHODS[3] else None,
             )
 
     def backward(self) -> None:
@@ -232,6 +237,11 @@ def slope(values: list[int], numbers: list[float]) -> float:
     return float((x * y).sum() / x.square().sum())
 
 
+def plain(number: float) -> str:
+    """Three digits, and no powers of ten."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
 Results = dict[str, dict[str, list[Point]]]
 
 
@@ -246,12 +256,13 @@ def table(name: str, found: dict[str, list[Point]]) -> str:
         for limit, (method, points) in zip(limits, found.items(), strict=False):
             values = [p.value for p in points]
             numbers = [getattr(p, what) * (1e3 if unit == "ms" else 1) for p in points]
-            counted = slope(values, [p.gflop for p in points]) if unit == "ms" else math.nan
-            exponents = [slope(values, numbers), counted, limit]
+            exponents = [slope(values, numbers), limit]
+            if unit == "ms":
+                exponents.insert(1, slope(values, [p.gflop for p in points]))
             shown = ["" if math.isnan(e) else f"{e:.1f}" for e in exponents]
-            rows.append([method, *(f"{n:.3g}" for n in numbers), *shown])
+            rows.append([method, *map(plain, numbers), *shown])
         headers = [unit, *(str(v) for v in sweep.values if v in values)]
-        headers += ["found", "counted", "in the limit"]
+        headers += ["found", *["counted"] * (unit == "ms"), "in the limit"]
         align = ["left", *["right"] * (len(headers) - 1)]
         parts.append(tabulate(rows, headers, "github", colalign=align, disable_numparse=True))
     return "\n\n".join(parts)
@@ -264,7 +275,7 @@ def phase_table(method: str, points: list[Point]) -> str:
     for phase in phases:
         numbers = [1e3 * p.phases.get(phase, 0.0) for p in points]
         exponent = slope([p.value for p in points], numbers)
-        rows.append([phase, *(f"{n:.3g}" for n in numbers), f"{exponent:.1f}"])
+        rows.append([phase, *map(plain, numbers), f"{exponent:.1f}"])
     headers = [f"{method}, ms by phase", *(str(p.value) for p in points), "found"]
     align = ["left", *["right"] * (len(headers) - 1)]
     return tabulate(rows, headers, "github", colalign=align, disable_numparse=True)
@@ -311,6 +322,9 @@ def draw(results: Results) -> Any:
         ):  # fmt: skip
             dress(axes, f"by {name}" if what == "seconds" else "", name, "" if column else label)
             axes.set(xscale="log", yscale="log")
+            values = [p.value for p in next(iter(found.values()))]
+            axes.set_xticks(values, [f"{v:,}" for v in values], fontsize=7)
+            axes.minorticks_off()
             for style, (method, points) in zip(STYLES, found.items(), strict=False):
                 x, y = [p.value for p in points], [getattr(p, what) for p in points]
                 (handles[method],) = axes.plot(

@@ -11,6 +11,8 @@ import gaussnewton as gn
 from gaussnewton.blocks.bounded import bounded
 from gaussnewton.counting import Count, count
 from gaussnewton.foreseen import foreseen_blocks
+from gaussnewton.jacobian import jacobian_product
+from gaussnewton.observer import Observer
 from gaussnewton.tiles import tiled_gram
 from tests.blocks.test_blocks import psd
 
@@ -86,6 +88,21 @@ def test_moments_of_a_transformer(largest: int | None) -> None:
     if largest == 9:
         assert any(isinstance(part.block, gn.TiledBlock) for part in foreseen.values())
     assert operations(estimate) - operations(passes) == expected
+
+
+@pytest.mark.parametrize("directions", [1, 2])
+def test_products_with_the_jacobian_of_a_transformer(directions: int) -> None:
+    """The pass once more, and twice as much for each direction: W ẋ and Ẇ x."""
+    model, criterion = Transformer(), nn.CrossEntropyLoss()
+    words, targets = torch.randint(VOCABULARY, (2, DATA, LENGTH))
+    observer = Observer(model, criterion)
+    criterion(model(words), targets.flatten()).backward()
+    (observation,) = observer.take()
+    stacks = {g.name: torch.randn(directions, g.rows, g.columns) for g in gn.Theta(model)}
+    with observer.paused():
+        jacobian_product(observation.passage, stacks)  # the first is checked in another way too
+        found = operations(lambda: jacobian_product(observation.passage, stacks))
+        assert found == (1 + 2 * directions) * operations(lambda: model(words))
 
 
 @pytest.mark.parametrize("largest", [None, 4])
