@@ -489,7 +489,7 @@ class GaussNewton(GuardedOptimizer):
         if self._estimator is None:
             chosen = self.param_groups[0].get("chosen")
             if self.curvature == "auto" and chosen is None:
-                choice = choose(observation.passage)
+                choice = choose(observation.passage, self.largest)
                 self._estimator, self._reason = choice.estimator, choice.reason
                 name = next(n for n, kind in ESTIMATORS.items() if kind is type(choice.estimator))
                 self.param_groups[0]["chosen"] = [name, choice.reason]

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import gaussnewton as gn
+from gaussnewton.estimators import choose
+from gaussnewton.passage import passage_of
 from tests.problems import network
 
 
@@ -88,3 +90,13 @@ def test_a_run_may_go_on_with_another_limit(limits: tuple[int | None, int | None
 def test_a_limit_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="largest is at least 1"):
         gn.GaussNewton(nn.Linear(2, 1), nn.MSELoss(), largest=0)
+
+
+def test_the_cheaper_estimator_is_chosen_with_the_limit_in_mind() -> None:
+    """A wide layer in small tiles is dear for KFLR's vectors, and cheap for KFRA's matrix."""
+    model, criterion = network((30, 200, 200, 3), dtype=torch.float32), nn.MSELoss()
+    with gn.Tape(model, criterion) as tape:
+        criterion(model(torch.randn(5, 30)), torch.randn(5, 3))
+    passage = passage_of(tape.record)
+    assert isinstance(choose(passage).estimator, gn.KFLR)
+    assert isinstance(choose(passage, 4).estimator, gn.KFRA)
