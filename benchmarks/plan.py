@@ -95,19 +95,21 @@ class Setting:
         interval: updates between two estimates, each with its inverses.
         share: of a batch's tokens, for curvature.
         part: of a batch's tokens, for the quadratic model.
+        looks: updates between two looks at ρ and at the averaged parameters, a forward pass each.
         largest: the limit on factors.
     """
 
     interval: int
     share: float
     part: float
+    looks: int
     largest: int | None
 
 
 SETTINGS = {
-    "defaults": Setting(2, 1.0, 0.25, 4096),
-    "defaults, no limit": Setting(2, 1.0, 0.25, None),
-    "lean": Setting(20, 1 / 16, 1 / 16, 1024),
+    "defaults": Setting(2, 1.0, 0.25, 5, 4096),
+    "defaults, no limit": Setting(2, 1.0, 0.25, 5, None),
+    "lean": Setting(20, 1 / 16, 1 / 16, 20, 1024),
 }
 
 
@@ -152,6 +154,7 @@ class Plan:
             "curvature: Q and G": self.blocks.moments / s.interval,
             "inverses": self.blocks.inversion / s.interval,
             "direction": self.blocks.solve,
+            "looks at ρ": 2 * n * self.passes.forward / s.looks,
             "J·v": n * s.part * (1 + 2 * DIRECTIONS) * self.passes.forward,
         }
 
