@@ -16,6 +16,7 @@ from gaussnewton.blocks import (
     GroupedBlock,
     KroneckerBlock,
     ScaledBlock,
+    TiledBlock,
     ZeroBlock,
 )
 from gaussnewton.diagnostics import alignment, verify
@@ -56,6 +57,7 @@ __all__ = [
     "StepSize",
     "Tape",
     "Theta",
+    "TiledBlock",
     "ZeroBlock",
     "alignment",
     "curvature",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tabulate import tabulate
-from torch import nn
+from torch import Tensor, nn
 
 from gaussnewton.blocks import (
     Block,
@@ -14,12 +14,14 @@ from gaussnewton.blocks import (
     DiagonalBlock,
     GroupedBlock,
     ScaledBlock,
+    TiledBlock,
 )
 from gaussnewton.compiled import original
 from gaussnewton.estimate import curvature
 from gaussnewton.estimators import Estimator, estimator_of
 from gaussnewton.foreseen import Foreseen, foreseen_blocks
 from gaussnewton.parameters import Group, Theta
+from gaussnewton.tiles import stacks
 
 BESIDE = "used in other ways than by calls of its layer: exact diagonal"
 
@@ -58,8 +60,8 @@ def explain(
         2.weight, 2.bias  3 x 5     Kronecker                          136 B          152
     """
     theta = Theta(original(model))
-    eigenvalues = estimator_of(method).eigenvalues
-    foreseen = foreseen_blocks(original(model), theta, eigenvalues)
+    estimator = estimator_of(method)
+    foreseen = foreseen_blocks(original(model), theta, estimator.eigenvalues, estimator.largest)
     if data is not None:
         found = curvature(model, criterion, data, method, outputs=outputs, strict=strict)
         foreseen = {name: actual(foreseen[name], block) for name, block in found.items()}
@@ -119,7 +121,14 @@ def multiplications(block: Block) -> int:
         return (block.rows * block.columns) ** 3 // 3
     if isinstance(block, ScaledBlock):
         return block.columns**3
+    if isinstance(block, TiledBlock):
+        return _cubes(block.Q) + _cubes(block.G)
     return block.rows**3 + block.columns**3
+
+
+def _cubes(T: Tensor) -> int:
+    """Of the widths of all tiles."""
+    return sum(len(tiles) * tiles.shape[1] ** 3 for _, tiles in stacks(T))
 
 
 def _with_unit(number: int | float, base: int, units: list[str]) -> str:

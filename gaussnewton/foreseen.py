@@ -15,6 +15,7 @@ from gaussnewton.blocks import (
     GroupedBlock,
     KroneckerBlock,
     ScaledBlock,
+    bounded,
 )
 from gaussnewton.estimators.eigenvalues import Eigenvalues
 from gaussnewton.estimators.shared import DENSE
@@ -37,9 +38,19 @@ class Foreseen:
 
 
 def foreseen_blocks(
-    model: nn.Module, theta: Theta, eigenvalues: Eigenvalues = "factored"
+    model: nn.Module,
+    theta: Theta,
+    eigenvalues: Eigenvalues = "factored",
+    largest: int | None = None,
 ) -> dict[str, Foreseen]:
-    """The block of each group, as far as the modules tell."""
+    """The block of each group, as far as the modules tell.
+
+    Args:
+        model: whose parameters.
+        theta: those that are trained.
+        eigenvalues: of Kronecker blocks.
+        largest: the limit above which factors are cut to tiles.
+    """
     layers = recorded_layers(model, theta)
     result = {
         group.name: _foreseen(
@@ -48,8 +59,11 @@ def foreseen_blocks(
         for group in theta
     }
     if eigenvalues == "corrected":
-        return {name: _corrected(foreseen) for name, foreseen in result.items()}
-    return result
+        result = {name: _corrected(foreseen) for name, foreseen in result.items()}
+    return {
+        name: Foreseen(bounded(foreseen.block, largest), foreseen.fallback)
+        for name, foreseen in result.items()
+    }
 
 
 def _corrected(foreseen: Foreseen) -> Foreseen:

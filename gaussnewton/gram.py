@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -68,12 +69,17 @@ def symmetric_product(
     """
     d = left.shape[1]
     result = left.new_empty(d, d) if out is None else out
-    panels = max(1, round(d / _PANEL)) if len(left) >= _ROWS else 1
-    for start, stop in pairwise(i * d // panels for i in range(panels + 1)):
+    for start, stop in panels(len(left), d):
         panel = result[start:stop, start:]
         torch.addmm(panel, left[:, start:stop].T, right[:, start:], beta=0, alpha=scale, out=panel)
         result[stop:, start:stop] = result[start:stop, stop:].T
     return result
+
+
+def panels(n: int, d: int) -> Iterator[tuple[int, int]]:
+    """Where the panels begin and end that the product of n rows is computed in."""
+    count = max(1, round(d / _PANEL)) if n >= _ROWS else 1
+    return pairwise(i * d // count for i in range(count + 1))
 
 
 def widened(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from gaussnewton.blocks import Block, Inverse, Inversion
 from gaussnewton.compiled import original
 from gaussnewton.errors import FactorisationError, NonFiniteError
 from gaussnewton.estimators import ESTIMATORS, KFAC, BlockHessian, Estimator, choose, estimator_of
+from gaussnewton.estimators.base import check_largest
 from gaussnewton.estimators.eigenvalues import Eigenvalues
 from gaussnewton.explaining import actual, table
 from gaussnewton.foreseen import Foreseen, foreseen_blocks
@@ -52,6 +53,9 @@ class GaussNewton(GuardedOptimizer):
         step_size: how far to go.
         refresh: how often curvature is estimated and inverted.
         guard: what to do when something goes wrong.
+        largest: factors of curvature wider than this are cut to tiles at most so wide
+            (:class:`~gaussnewton.TiledBlock`), so that wide layers do not cost the cube of their
+            width; None for no limit. A lower limit of an estimator's own stays.
         outputs: where the loop calls the criterion on something else than one of the tensors that
             the model returns, the function that makes it of them, as
             ``lambda returned: returned.logits[:, :-1]``.
@@ -90,6 +94,7 @@ class GaussNewton(GuardedOptimizer):
         step_size: StepSize = StepSize(),  # noqa: B008
         refresh: Refresh = Refresh(),  # noqa: B008
         guard: Guard = Guard(),  # noqa: B008
+        largest: int | None = 4096,
         outputs: Callable[[Any], Any] | None = None,
         strict: bool = False,
     ) -> None:
@@ -102,6 +107,7 @@ class GaussNewton(GuardedOptimizer):
             "step_size": step_size,
             "refresh": refresh,
             "guard": guard,
+            "largest": largest,
         }
         for name, kind in (
             ("damping", Damping), ("step_size", StepSize), ("refresh", Refresh), ("guard", Guard)
@@ -112,6 +118,7 @@ class GaussNewton(GuardedOptimizer):
                 )
         if curvature != "auto" and isinstance(estimator_of(curvature), BlockHessian):
             raise ValueError("a Hessian need not be positive; choose 'kfra', 'kflr' or 'kfac'.")
+        check_largest(largest)
         if inversion not in ("factored", "exact"):
             raise ValueError(f"inversion is 'factored' or 'exact', not {inversion!r}")
         super().__init__(model, criterion, params, lr, weight_decay, guard.patience, settings)
@@ -120,6 +127,7 @@ class GaussNewton(GuardedOptimizer):
     inversion: Inversion
     step_size: StepSize
     refresh: Refresh
+    largest: int | None
     strict: bool
 
     def _begin(self) -> None:
@@ -464,7 +472,14 @@ class GaussNewton(GuardedOptimizer):
 
     def _foreseen(self) -> dict[str, Foreseen]:
         """The kind of block of each group, as far as it is known before the first step."""
-        return foreseen_blocks(original(self.model), self._observer.theta, self._eigenvalues)
+        return foreseen_blocks(
+            original(self.model), self._observer.theta, self._eigenvalues, self._limit
+        )
+
+    @property
+    def _limit(self) -> int | None:
+        named = "kfra" if self.curvature == "auto" else self.curvature
+        return estimator_of(named).with_largest(self.largest).largest
 
     @property
     def _eigenvalues(self) -> Eigenvalues:
@@ -499,7 +514,7 @@ class GaussNewton(GuardedOptimizer):
         if self._estimator is None:
             chosen = self.param_groups[0].get("chosen")
             if self.curvature == "auto" and chosen is None:
-                choice = choose(observation.passage)
+                choice = choose(observation.passage, self.largest)
                 self._estimator, self._reason = choice.estimator, choice.reason
                 name = next(n for n, kind in ESTIMATORS.items() if kind is type(choice.estimator))
                 self.param_groups[0]["chosen"] = [name, choice.reason]
@@ -507,6 +522,7 @@ class GaussNewton(GuardedOptimizer):
                 self._estimator, self._reason = estimator_of(chosen[0]), chosen[1]
             else:
                 self._estimator = estimator_of(self.curvature)
+            self._estimator = self._estimator.with_largest(self.largest)
             saved = self.param_groups[0].get("random_state")
             if isinstance(self._estimator, KFAC) and saved is not None:
                 self._estimator.set_random_state(saved, observation.record.outputs.device)

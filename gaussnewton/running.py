@@ -51,12 +51,20 @@ def store(state: dict[str, Any], group: Group, fresh: Block, decay: float) -> No
     past, count = stored(state, group), 1
     if past is not None and not bool(fresh.trace()):
         return
-    if past is not None and type(past) is type(fresh) and bool(past.trace()):
+    if past is not None and _alike(past, fresh) and bool(past.trace()):
         count = state["estimates"] + 1
         fresh = past.average(fresh, min(decay, 1 - 1 / count))
     for key in NUMBERS & state.keys():
         del state[key]
     state.update(fresh.numbers(), estimates=count)
+
+
+def _alike(past: Block, fresh: Block) -> bool:
+    """Of one kind and of numbers of one size: tiles may have had another limit."""
+    if type(past) is not type(fresh):
+        return False
+    sizes = [{key: part.shape for key, part in block.numbers().items()} for block in (past, fresh)]
+    return sizes[0] == sizes[1]
 
 
 def careful_inverse(

@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge
 
 from gaussnewton.activations import REORDERS_NOTHING, RULES, Activation
 from gaussnewton.errors import UnsupportedGraphError
-from gaussnewton.gram import gram, widened
+from gaussnewton.gram import widened
 from gaussnewton.perdatum import PerDatum, Roots
 from gaussnewton.perdatum.dense import psd_root
 from gaussnewton.probe import (
@@ -28,6 +28,7 @@ from gaussnewton.probe import (
     keeps_data_apart,
     refuse_single_differentiation,
 )
+from gaussnewton.tiles import each_tile, tiled_gram, untiled
 
 # How many numbers a general segment carries back at a time.
 _AT_ONCE = 2**24
@@ -41,8 +42,10 @@ class Segment(ABC):
         """J_nᵀ M_n J_n for the data of a part of the batch."""
 
     @abstractmethod
-    def pull_expected(self, G: Float[Tensor, "e e"]) -> Float[Tensor, "d d"]:
-        """E[J_nᵀ G J_n], the step of KFRA (section 3.5)."""
+    def pull_expected(
+        self, G: Float[Tensor, "e b"], largest: int | None = None
+    ) -> Float[Tensor, "d c"]:
+        """E[J_nᵀ G J_n], the step of KFRA (section 3.5); G and the result in tiles of a limit."""
 
     @abstractmethod
     def pull_rows(self, rows: Float[Tensor, "n e"]) -> Float[Tensor, "n d"]:
@@ -66,7 +69,10 @@ class Identity(Segment):
         del part
         return matrices
 
-    def pull_expected(self, G: Float[Tensor, "e e"]) -> Float[Tensor, "d d"]:
+    def pull_expected(
+        self, G: Float[Tensor, "e b"], largest: int | None = None
+    ) -> Float[Tensor, "d c"]:
+        del largest
         return G
 
     def pull_rows(self, rows: Float[Tensor, "n e"]) -> Float[Tensor, "n d"]:
@@ -100,8 +106,10 @@ class Elementwise(Segment):
     def pull(self, matrices: PerDatum, part: slice) -> PerDatum:
         return matrices.scale(self.slope[part])
 
-    def pull_expected(self, G: Float[Tensor, "e e"]) -> Float[Tensor, "d d"]:
-        return gram(self.slope, 1 / self.slope.shape[0]).mul_(G)
+    def pull_expected(
+        self, G: Float[Tensor, "e b"], largest: int | None = None
+    ) -> Float[Tensor, "d c"]:
+        return tiled_gram(self.slope, largest, 1 / self.slope.shape[0]).mul_(G)
 
     def pull_rows(self, rows: Float[Tensor, "n e"]) -> Float[Tensor, "n d"]:
         return rows * self.slope
@@ -156,12 +164,15 @@ class General(Segment):
 
         return matrices.pull_through(pullback)
 
-    def pull_expected(self, G: Float[Tensor, "e e"]) -> Float[Tensor, "d d"]:
+    def pull_expected(
+        self, G: Float[Tensor, "e b"], largest: int | None = None
+    ) -> Float[Tensor, "d c"]:
         n = self.path.data
         total: Tensor | float = 0.0
-        for rows in psd_root(G.unsqueeze(0))[0].split(max(1, _AT_ONCE // (n * G.shape[0]))):
+        R = each_tile(psd_root, G)  # each row lies in one tile, and goes back as a whole
+        for rows in untiled(R).split(max(1, _AT_ONCE // (n * G.shape[0]))):
             back = self.path.pull(rows.unsqueeze(1).expand(-1, n, -1))
-            total = total + gram(back.flatten(0, 1), 1 / n)
+            total = total + tiled_gram(back.flatten(0, 1), largest, 1 / n)
         assert isinstance(total, Tensor)
         return total
 

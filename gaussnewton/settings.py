@@ -124,6 +124,7 @@ PAPER: dict[str, Any] = {
     "step_size": StepSize(momentum=False, calibrate=False, share=1.0, part=1.0),
     "refresh": Refresh(curvature=1, inverse=1, decay=0.9, average=0.95),
     "guard": Guard(refuse=False),
+    "largest": None,
 }
 """The paper's own configuration: ``gn.GaussNewton(model, criterion, **gn.PAPER)``. The paper
 does not say where τ and γ start; they are found on the first batch."""

@@ -17,6 +17,7 @@ from gaussnewton.blocks.grouped import GroupedBlock
 from gaussnewton.blocks.joining import ZeroBlock, averaged, merged
 from gaussnewton.blocks.kronecker import KroneckerBlock
 from gaussnewton.blocks.scaled import ScaledBlock
+from gaussnewton.blocks.tiled import TiledBlock
 from gaussnewton.parameters import Theta
 
 
@@ -189,13 +190,14 @@ def load_block(state: Mapping[str, Any]) -> Block:
     if state["type"] == "grouped":
         parts = [load_block(part) for part in state["parts"]]
         return GroupedBlock(
-            tuple(part for part in parts if isinstance(part, (KroneckerBlock, EigenBlock)))
+            tuple(p for p in parts if isinstance(p, (KroneckerBlock, EigenBlock, TiledBlock)))
         )
     kinds: dict[str, Callable[..., Block]] = {
         "kronecker": KroneckerBlock,
         "dense": DenseBlock,
         "diagonal": DiagonalBlock,
         "scaled": ScaledBlock,
+        "tiled": TiledBlock,
         "zero": ZeroBlock,
         "eigen": EigenBlock,
     }

@@ -13,6 +13,7 @@ from torch import Tensor
 from gaussnewton.blocks.base import Block, Inverse, Inversion
 from gaussnewton.blocks.eigen import EigenBlock
 from gaussnewton.blocks.kronecker import KroneckerBlock
+from gaussnewton.blocks.tiled import TiledBlock, of_factors
 
 Pairs = Iterable[tuple[Any, Any]]
 """Parts of two blocks that belong together, and are of one kind."""
@@ -33,7 +34,7 @@ class GroupedBlock(Block):
         (4, 3, 12.0)
     """
 
-    parts: tuple[KroneckerBlock | EigenBlock, ...]
+    parts: tuple[KroneckerBlock | EigenBlock | TiledBlock, ...]
 
     @property
     def rows(self) -> int:  # type: ignore[override]
@@ -93,17 +94,17 @@ class GroupedBlock(Block):
         )
 
     @classmethod
-    def of(cls, Q: Float[Tensor, "g c c"], G: Float[Tensor, "g r r"]) -> GroupedBlock:
+    def of(cls, Q: Float[Tensor, "g c q"], G: Float[Tensor, "g r s"]) -> GroupedBlock:
         """From the factors of all groups, stacked."""
-        return cls(tuple(KroneckerBlock(q, g) for q, g in zip(Q, G, strict=True)))
+        return cls(tuple(of_factors(q, g) for q, g in zip(Q, G, strict=True)))
 
     @property
-    def Q(self) -> Float[Tensor, "g c c"]:
+    def Q(self) -> Float[Tensor, "g c q"]:
         """The factors Q of all groups, stacked."""
         return torch.stack([part.Q for part in self.parts])
 
     @property
-    def G(self) -> Float[Tensor, "g r r"]:
+    def G(self) -> Float[Tensor, "g r s"]:
         """The factors G of all groups, stacked."""
         return torch.stack([part.G for part in self.parts])
 

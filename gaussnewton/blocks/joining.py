@@ -14,8 +14,8 @@ from gaussnewton.blocks.dense import DenseBlock
 from gaussnewton.blocks.diagonal import DiagonalBlock
 from gaussnewton.blocks.eigen import EigenBlock
 from gaussnewton.blocks.grouped import GroupedBlock
-from gaussnewton.blocks.kronecker import KroneckerBlock
 from gaussnewton.blocks.scaled import ScaledBlock
+from gaussnewton.blocks.tiled import of_factors
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,13 +86,13 @@ def block_of(numbers: Mapping[str, Any], rows: int, columns: int) -> Block | Non
 
 
 def _of_factors(numbers: Mapping[str, Any]) -> Block:
-    kind = EigenBlock if "values" in numbers else KroneckerBlock
-    names = [field.name for field in fields(kind)]
+    make = EigenBlock if "values" in numbers else of_factors
+    names = [field.name for field in fields(EigenBlock)] if "values" in numbers else ["Q", "G"]
     if numbers["Q"].ndim == 2:
-        return kind(**{key: numbers[key] for key in names})
+        return make(**{key: numbers[key] for key in names})
     count = len(numbers["Q"])
     return GroupedBlock(
-        tuple(kind(**{key: numbers[key][i] for key in names}) for i in range(count))
+        tuple(make(**{key: numbers[key][i] for key in names}) for i in range(count))
     )
 
 

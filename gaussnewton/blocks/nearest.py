@@ -11,16 +11,19 @@ from torch import Tensor
 from gaussnewton.blocks.base import Block
 from gaussnewton.blocks.kronecker import KroneckerBlock
 from gaussnewton.blocks.scaled import ScaledBlock
+from gaussnewton.blocks.tiled import TiledBlock, of_factors
+from gaussnewton.tiles import tiled_diagonal
 
 
-def nearest_kronecker(blocks: Sequence[Block]) -> KroneckerBlock:
+def nearest_kronecker(blocks: Sequence[Block]) -> KroneckerBlock | TiledBlock:
     r"""The C ⊗ R that is nearest to Σ_u C_u ⊗ R_u in the Frobenius norm.
 
     Rearranged, the sum is the matrix :math:`\sum_u vec(C_u) vec(R_u)^T`, and the nearest Kronecker
     product its leading singular pair (Van Loan and Pitsianis 1993). That lies in the span of the
     terms, so only their inner products :math:`A_{uv} = ⟨C_u, C_v⟩`, :math:`B_{uv} = ⟨R_u, R_v⟩` are
     needed: C = Σ α_u C_u with α the leading eigenvector of B A, and R = Σ_u R_u (A α)_u / αᵀAα. For
-    PSD terms these are not negative, hence nor is α, and the result is PSD.
+    PSD terms these are not negative, hence nor is α, and the result is PSD. Where terms are in
+    tiles, so is the result, the other terms being cut alike.
 
     Example:
         >>> import torch, gaussnewton as gn
@@ -30,18 +33,26 @@ def nearest_kronecker(blocks: Sequence[Block]) -> KroneckerBlock:
         True
     """
     pairs = [_factors(block) for block in blocks]
-    Cs, Rs = ([pair[i] for pair in pairs] for i in (0, 1))
+    Cs, Rs = (_alike([pair[i] for pair in pairs]) for i in (0, 1))
     A, B = _inner_products(Cs), _inner_products(Rs)
     alpha = _leading(B @ A)
     weights = A @ alpha / (alpha @ A @ alpha).clamp(min=torch.finfo(A.dtype).tiny)
-    return KroneckerBlock(Q=_combined(alpha, Cs), G=_combined(weights, Rs))
+    return of_factors(_combined(alpha, Cs), _combined(weights, Rs))
 
 
-def _factors(block: Block) -> tuple[Float[Tensor, "c c"], Float[Tensor, "r r"]]:
+def _factors(block: Block) -> tuple[Float[Tensor, "c q"], Float[Tensor, "r g"]]:
     if isinstance(block, ScaledBlock):
-        return block.M, torch.diag(block.f)
-    assert isinstance(block, KroneckerBlock)
+        return block.M, block.f.unsqueeze(1)  # a diagonal is a matrix in tiles of 1
+    assert isinstance(block, KroneckerBlock | TiledBlock)
     return block.Q, block.G
+
+
+def _alike(factors: list[Tensor]) -> list[Tensor]:
+    """In tiles of one size: that of the factor which is not merely a diagonal, if one is not."""
+    size = min([factor.shape[1] for factor in factors if factor.shape[1] > 1] or [1])
+    return [
+        tiled_diagonal(factor[:, 0], size) if factor.shape[1] == 1 else factor for factor in factors
+    ]
 
 
 def _inner_products(matrices: Sequence[Tensor]) -> Float[Tensor, "m m"]:

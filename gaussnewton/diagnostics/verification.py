@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gaussnewton import exact
 from gaussnewton.batch import Batch, batches_in, call_criterion, call_model
-from gaussnewton.blocks import Block, Curvature, EigenBlock, KroneckerBlock
+from gaussnewton.blocks import Block, Curvature, EigenBlock, KroneckerBlock, TiledBlock
 from gaussnewton.chain import Chain
 from gaussnewton.errors import BatchError, UnsupportedGraphError, UnsupportedLossError
 from gaussnewton.estimate import curvature
@@ -24,6 +24,7 @@ from gaussnewton.model_state import unchanged
 from gaussnewton.parameters import Theta
 from gaussnewton.passage import Passage, passage_of
 from gaussnewton.tape import Tape
+from gaussnewton.tiles import tiled
 
 _PROBES = 8
 
@@ -244,6 +245,9 @@ class _Truth:
         if isinstance(block, (KroneckerBlock, EigenBlock)) and self.has_factors(layer):
             Q_error = _relative(block.Q, self.Q[layer])
             G_error = _relative(block.G, self.G[layer])
+        elif isinstance(block, TiledBlock) and self.has_factors(layer):  # of the tiles alone
+            Q_error = _relative(block.Q, tiled(self.Q[layer], block.Q.shape[1]))
+            G_error = _relative(block.G, tiled(self.G[layer], block.G.shape[1]))
         kind = "hessian" if estimator.promise == "block" else "gauss_newton"
         error, cosine = self._block_error(layer, block, kind)
         promised = [Q_error, *self._promised(layer, estimator, block, G_error, error)]

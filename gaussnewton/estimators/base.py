@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar, Literal
@@ -10,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gaussnewton.blocks import Block, KroneckerBlock
+from gaussnewton.blocks import Block, KroneckerBlock, TiledBlock, bounded, of_factors
 from gaussnewton.chain import Chain, Link, check_finite
 from gaussnewton.errors import NonFiniteError, UnsupportedGraphError
 from gaussnewton.estimators.eigenvalues import Eigenvalues
@@ -28,6 +29,15 @@ class Estimator(ABC):
 
     promise: ClassVar[Exactness]
     eigenvalues: Eigenvalues = "factored"
+    largest: int | None = None
+
+    def with_largest(self, largest: int | None) -> Estimator:
+        """The same with a limit on the width of factors; a lower one of its own stays."""
+        if largest is None or (self.largest is not None and self.largest <= largest):
+            return self
+        result = copy.copy(self)
+        object.__setattr__(result, "largest", largest)  # some are frozen
+        return result
 
     def __call__(self, record: Record, passage: Passage | None = None) -> Mapping[str, Block]:
         """The blocks, by the qualified names of the layers, in the order of θ."""
@@ -42,7 +52,7 @@ class Estimator(ABC):
             else:
                 blocks = self.estimate_network(passage)
         check_finite_blocks(blocks)
-        return blocks
+        return {name: bounded(block, self.largest) for name, block in blocks.items()}
 
     @abstractmethod
     def estimate(self, chain: Chain) -> Mapping[str, Block]:
@@ -58,17 +68,24 @@ class Estimator(ABC):
 
 
 def kronecker_blocks(
-    chain: Chain, G: Mapping[str, Float[Tensor, "d d"]]
-) -> dict[str, KroneckerBlock]:
-    """Join each layer's G with its Q, the second moment of its inputs (eq. gn:approx)."""
+    chain: Chain, G: Mapping[str, Float[Tensor, "d b"]], largest: int | None = None
+) -> dict[str, KroneckerBlock | TiledBlock]:
+    """Join each layer's G with its Q, the second moment of its inputs (eq. gn:approx).
+
+    Where there is a limit, G comes in tiles of it, and Q is made so.
+    """
     links = {link.call.name: link for link in chain if link.trained}
 
     def moment(link: Link) -> Tensor:
-        return link.rule.input_moment(link.call.module, link.call.unspoiled_input())
+        return link.rule.input_moment(link.call.module, link.call.unspoiled_input(), largest)
 
-    return {
-        name: KroneckerBlock(moment(links[name]), G[name]) for name in chain.record.theta.groups
-    }
+    return {name: of_factors(moment(links[name]), G[name]) for name in chain.record.theta.groups}
+
+
+def check_largest(largest: int | None) -> None:
+    """Raise where a limit leaves nothing."""
+    if largest is not None and largest < 1:
+        raise ValueError(f"largest is at least 1, or None for no limit, not {largest}")
 
 
 def check_finite_blocks(blocks: Mapping[str, Block]) -> None:

@@ -12,6 +12,7 @@ from gaussnewton.estimators.kfra import KFRA
 from gaussnewton.network import Network
 from gaussnewton.passage import Passage
 from gaussnewton.segments import General
+from gaussnewton.tiles import tile_size
 
 AFFORDABLE = 1.0
 """KFLR is taken where it costs at most so many forward and backward passes of the batch. It is
@@ -30,18 +31,23 @@ class Choice:
     reason: str
 
 
-def choose(chain: Passage) -> Choice:
+def choose(chain: Passage, largest: int | None = None) -> Choice:
     """KFLR where it is affordable or the cheaper one, else KFRA; KFAC where there is no chain.
 
     KFRA is dear where a function between layers is not elementwise: it must then send as many
     rows through autograd as the function is wide.
+
+    Args:
+        chain: the layers.
+        largest: the limit on factors, in whose tiles both cost less.
     """
     outputs = chain.record.outputs[0].numel()
     if isinstance(chain, Network):
         if chain.mixing is None and outputs <= FEW:
             return Choice(KFLR(), f"KFLR is exact, and cheap with {_count(outputs)}")
         return Choice(KFAC(), f"KFAC is the cheapest where there is no chain: {chain.objection}")
-    kflr, kfra = _rows_back(chain, outputs) / _pass(chain), _expected_back(chain) / _pass(chain)
+    kflr = _rows_back(chain, outputs, largest) / _pass(chain)
+    kfra = _expected_back(chain, largest) / _pass(chain)
     costs = f"{kflr:.2g} forward and backward passes of the batch; KFRA: {kfra:.2g}"
     if kflr <= AFFORDABLE:
         return Choice(KFLR(), f"KFLR is exact, and cheap with {_count(outputs)} ({costs})")
@@ -68,7 +74,7 @@ def _pass(chain: Chain) -> float:
     return 3.0 * chain.record.data * sum(a * b for a, b, _ in _sizes(chain))
 
 
-def _rows_back(chain: Chain, rows: int) -> float:
+def _rows_back(chain: Chain, rows: int, largest: int | None) -> float:
     """Of sending some rows of each datum back through all layers, with their moments.
 
     Where there are more rows than a layer is wide, they are folded to as many.
@@ -76,14 +82,15 @@ def _rows_back(chain: Chain, rows: int) -> float:
     total, n = 0.0, chain.record.data
     for width_in, width_out, _ in _sizes(chain):
         rows = min(rows, width_out)
-        total += n * rows * width_out * (width_out + width_in)
+        total += n * rows * width_out * (tile_size(width_out, largest) + width_in)
     return total
 
 
-def _expected_back(chain: Chain) -> float:
+def _expected_back(chain: Chain, largest: int | None) -> float:
     """Of sending one matrix back: Wᵀ G W, and the moment of f' or, if general, its rows."""
     total, n = 0.0, chain.record.data
     for width_in, width_out, general in _sizes(chain):
-        total += width_out * width_in * (width_out + width_in)
-        total += n * width_out**2 * (width_out if general else 1)
+        tile_in, tile_out = tile_size(width_in, largest), tile_size(width_out, largest)
+        total += width_out * width_in * (tile_out + tile_in)
+        total += n * width_out * (width_out**2 if general else tile_out)
     return total

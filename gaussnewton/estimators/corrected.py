@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from gaussnewton.blocks import Block, EigenBlock, GroupedBlock, KroneckerBlock
+from gaussnewton.blocks import Block, EigenBlock, GroupedBlock, KroneckerBlock, TiledBlock
 from gaussnewton.chain import Chain
 from gaussnewton.estimators.base import check_finite_blocks, kronecker_blocks
 from gaussnewton.estimators.eigenvalues import Eigenvalues
@@ -34,35 +34,43 @@ Gradients = Sequence[tuple[LayerCall, Float[Tensor, "..."]]]
 
 
 def chain_blocks(
-    chain: Chain, start: PerDatum, workspace: int, eigenvalues: Eigenvalues
+    chain: Chain,
+    start: PerDatum,
+    workspace: int,
+    eigenvalues: Eigenvalues,
+    largest: int | None = None,
 ) -> Mapping[str, Block]:
     """The blocks of a chain, from each datum's matrix at the outputs.
 
     The matrices go back once for Q ⊗ G; for corrected eigenvalues they are kept, or, where they
-    do not fit the workspace, go back once more.
+    do not fit the workspace, go back once more. Layers wider than a limit have tiles, and no
+    corrected eigenvalues.
     """
     carried: Iterable[Carried] = recursion(chain, start, workspace)
     if eigenvalues == "factored":
-        return kronecker_blocks(chain, summed(carried))
+        return kronecker_blocks(chain, summed(carried, largest), largest)
     keep = fits_at_once(chain, start, workspace)
     carried = list(carried) if keep else carried
-    blocks = kronecker_blocks(chain, summed(carried))
+    blocks = kronecker_blocks(chain, summed(carried, largest), largest)
     return _corrected_chain(blocks, carried if keep else recursion(chain, start, workspace))
 
 
 def _corrected_chain(
-    blocks: Mapping[str, KroneckerBlock], carried: Iterable[Carried]
+    blocks: Mapping[str, KroneckerBlock | TiledBlock], carried: Iterable[Carried]
 ) -> dict[str, Block]:
     """One position a datum: (u_Gᵀ M u_Q)² is (u_Gᵀ g)² (u_Qᵀ a)²."""
     bases = _in_eigenvectors(blocks)
     values: dict[str, Tensor] = {}
     for link, part, matrices in carried:
         name = link.call.name
+        if name not in bases:  # it is in tiles
+            continue
         (basis,) = bases[name]
         a = link.rule.rows(link.call.module, link.call.unspoiled_input()[part])
         found = matrices.diagonal_in(basis.U_G).T @ (a @ basis.U_Q).square_()
         values[name] = values[name].add_(found) if name in values else found
-    return {name: bases[name][0].with_values(values[name]) for name in blocks}
+    corrected = {name: found[0].with_values(values[name]) for name, found in bases.items()}
+    return {name: corrected.get(name, block) for name, block in blocks.items()}
 
 
 def corrected_network(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gaussnewton.blocks import Block
 from gaussnewton.chain import Chain
-from gaussnewton.estimators.base import Estimator, Exactness
+from gaussnewton.estimators.base import Estimator, Exactness, check_largest
 from gaussnewton.estimators.corrected import chain_blocks
 from gaussnewton.estimators.eigenvalues import Eigenvalues, check_eigenvalues
 from gaussnewton.estimators.shared import Sharing, shared_blocks
@@ -39,6 +39,7 @@ class KFAC(Estimator):
         workspace: as in :class:`~gaussnewton.KFLR`.
         sharing: as there.
         eigenvalues: as there, with the same draws as the factors.
+        largest: as there.
 
     Example:
         >>> import torch, gaussnewton as gn
@@ -59,6 +60,7 @@ class KFAC(Estimator):
         workspace: int = 64 * 2**20,
         sharing: Sharing = "expand",
         eigenvalues: Eigenvalues = "factored",
+        largest: int | None = None,
     ) -> None:
         if samples < 1:
             raise ValueError(f"KFAC needs at least one sample for each datum, not {samples}")
@@ -66,12 +68,14 @@ class KFAC(Estimator):
         check_eigenvalues(eigenvalues)
         self.sharing: Sharing = sharing
         self.eigenvalues: Eigenvalues = eigenvalues
+        check_largest(largest)
+        self.largest = largest
         self._generator: torch.Generator | None = None
 
     def __repr__(self) -> str:
         return (
             f"KFAC(samples={self.samples}, seed={self.seed}, workspace={self.workspace}, "
-            f"sharing={self.sharing!r}, eigenvalues={self.eigenvalues!r})"
+            f"sharing={self.sharing!r}, eigenvalues={self.eigenvalues!r}, largest={self.largest})"
         )
 
     def generator(self, device: torch.device) -> torch.Generator:
@@ -90,12 +94,18 @@ class KFAC(Estimator):
 
     def estimate(self, chain: Chain) -> Mapping[str, Block]:
         start = Roots(self._scores(chain.record))
-        return chain_blocks(chain, start, self.workspace, self.eigenvalues)
+        return chain_blocks(chain, start, self.workspace, self.eigenvalues, self.largest)
 
     def estimate_network(self, network: Network) -> dict[str, Block]:
         scores = self._scores(network.record)
         return shared_blocks(
-            network, scores, self.sharing, self.workspace, self.eigenvalues, independent=True
+            network,
+            scores,
+            self.sharing,
+            self.workspace,
+            self.eigenvalues,
+            independent=True,
+            largest=self.largest,
         )
 
     def _scores(self, record: Record) -> Float[Tensor, "n s d"]:

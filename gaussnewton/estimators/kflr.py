@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from gaussnewton.blocks import Block
 from gaussnewton.chain import Chain
-from gaussnewton.estimators.base import Estimator, Exactness
+from gaussnewton.estimators.base import Estimator, Exactness, check_largest
 from gaussnewton.estimators.corrected import chain_blocks
 from gaussnewton.estimators.eigenvalues import Eigenvalues, check_eigenvalues
 from gaussnewton.estimators.shared import Sharing, shared_blocks
@@ -36,6 +36,9 @@ class KFLR(Estimator):
         eigenvalues: of Kronecker blocks: "factored", the products of those of Q and G; or
             "corrected", in the same eigenvectors the diagonal of the exact block, which makes a
             :class:`~gaussnewton.EigenBlock` as near to it as that basis allows (EKFAC).
+        largest: factors wider than this are cut to tiles on their diagonal, at most so wide, which
+            makes a :class:`~gaussnewton.TiledBlock`; None for no limit. What lies outside of
+            the tiles is not computed.
 
     Example:
         >>> import torch, gaussnewton as gn
@@ -50,18 +53,22 @@ class KFLR(Estimator):
     workspace: int = 64 * 2**20
     sharing: Sharing = "expand"
     eigenvalues: Eigenvalues = "factored"
+    largest: int | None = None
 
     promise: ClassVar[Exactness] = "G"
 
     def __post_init__(self) -> None:
         check_eigenvalues(self.eigenvalues)
+        check_largest(self.largest)
 
     def estimate(self, chain: Chain) -> Mapping[str, Block]:
         start = chain.record.geometry.hessian(*chain.record.wide)
-        return chain_blocks(chain, start, self.workspace, self.eigenvalues)
+        return chain_blocks(chain, start, self.workspace, self.eigenvalues, self.largest)
 
     def estimate_network(self, network: Network) -> dict[str, Block]:
         network.refuse_mixed("KFLR")
         roots = network.record.geometry.hessian(*network.record.wide).roots().rows
         roots = network.by_datum(roots)
-        return shared_blocks(network, roots, self.sharing, self.workspace, self.eigenvalues)
+        return shared_blocks(
+            network, roots, self.sharing, self.workspace, self.eigenvalues, largest=self.largest
+        )

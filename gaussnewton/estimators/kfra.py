@@ -7,9 +7,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gaussnewton.blocks import Block, KroneckerBlock
+from gaussnewton.blocks import Block, KroneckerBlock, TiledBlock
 from gaussnewton.chain import Chain
-from gaussnewton.estimators.base import Estimator, Exactness, kronecker_blocks
+from gaussnewton.estimators.base import (
+    Estimator,
+    Exactness,
+    check_largest,
+    kronecker_blocks,
+)
 from gaussnewton.estimators.eigenvalues import Eigenvalues, check_eigenvalues
 from gaussnewton.estimators.expected.blocks import expected_blocks, refuse_unknown
 from gaussnewton.estimators.expected.recursion import expected_matrices
@@ -37,6 +42,10 @@ class KFRA(Estimator):
             kept with all of their positions. It costs the square of that.
         eigenvalues: "factored". There are no "corrected" ones, as :class:`~gaussnewton.KFLR` has,
             because nothing is known of single data.
+        largest: as in :class:`~gaussnewton.KFLR`. In a chain the recursion goes on from the tiles
+            alone, so that it costs d² times the limit and not d³; the layers before a wide one then
+            miss what its tiles had in common. In a network it goes on from whole matrices, and
+            the blocks are cut.
 
     Example:
         >>> import torch, gaussnewton as gn
@@ -52,11 +61,13 @@ class KFRA(Estimator):
     sharing: Sharing = "expand"
     whole: int = 0
     eigenvalues: Eigenvalues = "factored"
+    largest: int | None = None
 
     promise: ClassVar[Exactness] = "recursion"
 
     def __post_init__(self) -> None:
         check_eigenvalues(self.eigenvalues)
+        check_largest(self.largest)
         if self.eigenvalues == "corrected":
             raise ValueError(
                 "KFRA has no corrected eigenvalues: it sends one expected matrix back, and they "
@@ -64,16 +75,17 @@ class KFRA(Estimator):
                 "gn.KFAC(eigenvalues='corrected')."
             )
 
-    def estimate(self, chain: Chain) -> dict[str, KroneckerBlock]:
-        matrix = chain.record.geometry.hessian(*chain.record.wide).total()
+    def estimate(self, chain: Chain) -> dict[str, KroneckerBlock | TiledBlock]:
+        matrix = chain.record.geometry.hessian(*chain.record.wide).tiled_total(self.largest)
         G: dict[str, Tensor] = {}
         for link in chain:
-            matrix = link.segment.pull_expected(matrix)
+            matrix = link.segment.pull_expected(matrix, self.largest)
             G[link.call.name] = matrix
             if link is not chain.links[-1]:
-                matrix = link.rule.pull_expected(link.call.module, matrix)
-        return kronecker_blocks(chain, G)
+                matrix = link.rule.pull_expected(link.call.module, matrix, self.largest)
+        return kronecker_blocks(chain, G, self.largest)
 
     def estimate_network(self, network: Network) -> dict[str, Block]:
         refuse_unknown(network)
-        return expected_blocks(network, expected_matrices(network, self.whole), self.sharing)
+        found = expected_matrices(network, self.whole)
+        return expected_blocks(network, found, self.sharing, self.largest)

@@ -35,11 +35,13 @@ def recursion(chain: Chain, start: PerDatum, workspace: int) -> Iterator[Carried
                 matrices = link.rule.pull(link.call.module, matrices)
 
 
-def summed(carried: Iterable[Carried]) -> dict[str, Float[Tensor, "d d"]]:
-    """Σ_n 𝒢_λ of each trained layer."""
+def summed(
+    carried: Iterable[Carried], largest: int | None = None
+) -> dict[str, Float[Tensor, "d b"]]:
+    """Σ_n 𝒢_λ of each trained layer, in tiles of a limit."""
     totals: dict[str, Tensor] = {}
     for link, _, matrices in carried:
-        total = matrices.total()
+        total = matrices.tiled_total(largest)
         known = totals.get(link.call.name)
         totals[link.call.name] = total if known is None else known.add_(total)
     return totals

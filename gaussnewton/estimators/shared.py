@@ -17,6 +17,8 @@ from gaussnewton.blocks import (
     GroupedBlock,
     KroneckerBlock,
     ScaledBlock,
+    TiledBlock,
+    of_factors,
 )
 from gaussnewton.blocks.joining import zero_block
 from gaussnewton.blocks.nearest import nearest_kronecker
@@ -27,6 +29,7 @@ from gaussnewton.layers import MatrixRule, SmallRule, TableRule
 from gaussnewton.network import WORKSPACE, Network, family
 from gaussnewton.parameters import Group
 from gaussnewton.tape import LayerCall
+from gaussnewton.tiles import tiled_each, tiled_gram
 
 Sharing = Literal["expand", "reduce"]
 """What the positions of a datum are taken for.
@@ -56,6 +59,7 @@ def shared_blocks(
     workspace: int,
     eigenvalues: Eigenvalues = "factored",
     independent: bool = False,
+    largest: int | None = None,
 ) -> dict[str, Block]:
     """One block for each group of parameters, from vectors at the outputs.
 
@@ -68,6 +72,7 @@ def shared_blocks(
         eigenvalues: of Kronecker blocks.
         independent: whether the vectors of different data are independent and zero on average,
             so that those of all data may be sent back to a loose parameter at once.
+        largest: the width of tiles that wider factors are cut to.
     """
     sums: dict[Key, Tensor] = {}
     loose: dict[str, Tensor] = {}
@@ -77,14 +82,14 @@ def shared_blocks(
         gradients: Iterable[tuple[LayerCall, Tensor]] = network.gradients(part)
         if eigenvalues == "corrected" and len(parts) == 1:
             kept = [gradients := list(gradients)]
-        for key, moment in _moments_back(network, gradients, sharing):
+        for key, moment in _moments_back(network, gradients, sharing, largest):
             _add(sums, key, moment)
         for name, moment in _loose_moments(network, part, independent, workspace):
             _add(loose, name, moment)
     result = {
         group.name: DiagonalBlock(loose[group.name].reshape(group.columns, group.rows).T)
         if group.name in loose
-        else _block(network, group, sums, sharing, workspace)
+        else _block(network, group, sums, sharing, workspace, largest)
         for group in network.record.theta
     }
     if eigenvalues == "factored":
@@ -94,20 +99,26 @@ def shared_blocks(
 
 
 def _moments_back(
-    network: Network, gradients: Iterable[tuple[LayerCall, Tensor]], sharing: Sharing
+    network: Network,
+    gradients: Iterable[tuple[LayerCall, Tensor]],
+    sharing: Sharing,
+    largest: int | None,
 ) -> Iterator[tuple[Key, Tensor]]:
     """The second moments of what comes back to the calls of each family."""
     gathered: dict[Key, list[Tensor]] = {}
     for call, found in gradients:
         key = call.name, family(call)
         if sharing == "expand" and isinstance(call.rule, MatrixRule):
-            yield key, call.rule.gradient_moment(call.module, found)
+            yield key, call.rule.gradient_moment(call.module, found, largest)
         else:  # what is summed over calls before it is squared
             gathered.setdefault(key, []).append(_sorted_rows(call, found))
     for key, parts in gathered.items():
         small = issubclass(key[1][0], SmallRule)
         group = network.record.theta[key[0]]
-        yield key, _small_moment(group, parts) if small else _gradient_moment(parts, sharing)
+        if small:
+            yield key, _small_moment(group, parts)
+        else:
+            yield key, _gradient_moment(parts, sharing, largest)
 
 
 def _add(sums: dict[Any, Tensor], key: Any, term: Tensor) -> None:
@@ -161,29 +172,34 @@ def _small_block(group: Group, moment: Tensor) -> Block:
 
 
 def _gradient_moment(
-    found: list[Float[Tensor, "k n r groups out"]], sharing: Sharing
-) -> Float[Tensor, "groups out out"]:
+    found: list[Float[Tensor, "k n r groups out"]], sharing: Sharing, largest: int | None
+) -> Float[Tensor, "groups out b"]:
     """G of each group: the sum of g gᵀ over vectors, data and positions, or of (Σ g)(Σ g)ᵀ."""
     if sharing == "reduce":
         found = [torch.stack([rows.sum(2, keepdim=True) for rows in found]).sum(0)]
     total: Tensor | None = None
     for part in found:  # one call after another: putting them together would copy them
         rows = part.flatten(0, 2)
-        moment = torch.stack([gram(rows[:, group]) for group in range(rows.shape[1])])
+        each = [tiled_gram(rows[:, group], largest) for group in range(rows.shape[1])]
+        moment = torch.stack(each)
         total = moment if total is None else total.add_(moment)
     assert total is not None  # a layer without a call has no rows
     return total
 
 
 def _input_moment(
-    group: Group, calls: list[LayerCall], sharing: Sharing, workspace: int
-) -> Float[Tensor, "groups columns columns"]:
+    group: Group, calls: list[LayerCall], sharing: Sharing, workspace: int, largest: int | None
+) -> Float[Tensor, "groups columns b"]:
     """Q of each group: the mean of a aᵀ over data and positions, or of the mean a over data."""
     total: Tensor | None = None
     count = 0
     for inputs in _input_parts(calls, sharing, workspace):
         pairs = list(zip(calls, inputs, strict=True))
-        found = [_reduced_moment(group, pairs)] if sharing == "reduce" else _moments(group, pairs)
+        found: Iterable[tuple[Tensor, int]] = (
+            [_reduced_moment(group, pairs, largest)]
+            if sharing == "reduce"
+            else _moments(group, pairs, largest)
+        )
         for moment, number in found:
             total = moment if total is None else total.add_(moment)
             count += number
@@ -191,28 +207,37 @@ def _input_moment(
     return total.div_(count)
 
 
-def _moments(group: Group, pairs: list[tuple[LayerCall, Tensor]]) -> Iterator[tuple[Tensor, int]]:
+def _moments(
+    group: Group, pairs: list[tuple[LayerCall, Tensor]], largest: int | None
+) -> Iterator[tuple[Tensor, int]]:
     for call, input in pairs:
-        moment, number = _matrix_rule(call).second_moment(call.module, input)
-        yield F.pad(moment, (0, *_missing(group, call, moment)) * 2), number
+        rule = _matrix_rule(call)
+        moment, number = rule.second_moment(call.module, input, largest)
+        (missing,) = _missing(group, call, moment.shape[1])
+        if missing:  # with another column the tiles would be others
+            moment, number = rule.second_moment(call.module, input)
+            moment = tiled_each(F.pad(moment, (0, missing) * 2), largest)
+        yield moment, number
 
 
-def _missing(group: Group, call: LayerCall, a: Tensor) -> tuple[int]:
+def _missing(group: Group, call: LayerCall, columns: int) -> tuple[int]:
     """How many columns a tied weight leaves out: the bias of the layer that owns both."""
     transposed = _matrix_rule(call).transposed
-    return (int(not transposed and a.shape[-1] == group.columns - 1),)
+    return (int(not transposed and columns == group.columns - 1),)
 
 
-def _reduced_moment(group: Group, pairs: list[tuple[LayerCall, Tensor]]) -> tuple[Tensor, int]:
+def _reduced_moment(
+    group: Group, pairs: list[tuple[LayerCall, Tensor]], largest: int | None
+) -> tuple[Tensor, int]:
     """Of the mean a of each datum, over the positions of all calls."""
     found = [_matrix_rule(call).positions(call.module, input) for call, input in pairs]
     found = [
-        F.pad(part, (0, *_missing(group, call, part)))
+        F.pad(part, (0, *_missing(group, call, part.shape[-1])))
         for part, (call, _) in zip(found, pairs, strict=True)
     ]
     count = sum(part.shape[1] for part in found)
     a = torch.stack([part.sum(1) for part in found]).sum(0) / count
-    return torch.stack([gram(a[:, i]) for i in range(a.shape[1])]), len(a)
+    return torch.stack([tiled_gram(a[:, i], largest) for i in range(a.shape[1])]), len(a)
 
 
 def _input_parts(
@@ -242,7 +267,7 @@ def _entries(call: LayerCall, sharing: Sharing) -> int:
     return rule.moment_entries(call.module, call.input)
 
 
-def _table_block(calls: list[LayerCall], M: Float[Tensor, "columns columns"]) -> ScaledBlock:
+def _table_block(calls: list[LayerCall], M: Float[Tensor, "columns b"]) -> Block:
     """The rows' uses are counted as Q is averaged: over all positions of all calls."""
     positions = sum(call.input.numel() for call in calls)
     f: Tensor | float = 0.0
@@ -251,6 +276,8 @@ def _table_block(calls: list[LayerCall], M: Float[Tensor, "columns columns"]) ->
         share = call.input.numel() / positions
         f = f + share * call.rule.uses(call.module, call.unspoiled_input())
     assert isinstance(f, Tensor)
+    if M.shape[0] > M.shape[1]:
+        return TiledBlock(M, f.to(M.dtype).unsqueeze(1))
     return ScaledBlock(f.to(M.dtype), M)
 
 
@@ -260,6 +287,7 @@ def _block(
     sums: dict[Key, Tensor],
     sharing: Sharing,
     workspace: int,
+    largest: int | None,
 ) -> Block:
     """The block of a group from what came back to its calls."""
     calls: dict[Family, list[LayerCall]] = {}
@@ -272,7 +300,7 @@ def _block(
     if any(issubclass(kind[0], SmallRule) for kind in calls):
         return _small_block(group, torch.stack(list(found.values())).sum(0))
     blocks = {
-        kind: _matrix_block(group, own, found[kind], sharing, workspace)
+        kind: _matrix_block(group, own, found[kind], sharing, workspace, largest)
         for kind, own in calls.items()
     }
     if any(kind[1] is not None for kind in calls):
@@ -282,16 +310,21 @@ def _block(
 
 
 def _matrix_block(
-    group: Group, calls: list[LayerCall], G: Tensor, sharing: Sharing, workspace: int
+    group: Group,
+    calls: list[LayerCall],
+    G: Tensor,
+    sharing: Sharing,
+    workspace: int,
+    largest: int | None,
 ) -> Block:
     """Of calls of one family."""
     if isinstance(calls[0].rule, TableRule):
         return _table_block(calls, G[0])
     transposed = _matrix_rule(calls[0]).transposed
-    Q = _input_moment(group, calls, sharing, workspace)
+    Q = _input_moment(group, calls, sharing, workspace, largest)
     if transposed:
         Q, G = G, Q
-    return KroneckerBlock(Q[0], G[0]) if len(Q) == 1 else GroupedBlock.of(Q, G)
+    return of_factors(Q[0], G[0]) if len(Q) == 1 else GroupedBlock.of(Q, G)
 
 
 def _side_by_side(blocks: dict[Family, Block]) -> Block:
@@ -301,7 +334,11 @@ def _side_by_side(blocks: dict[Family, Block]) -> Block:
 
 
 def factored_block(
-    group: Group, calls: list[LayerCall], G: Float[Tensor, "groups out out"], sharing: Sharing
+    group: Group,
+    calls: list[LayerCall],
+    G: Float[Tensor, "groups out b"],
+    sharing: Sharing,
+    largest: int | None = None,
 ) -> Block:
-    """The block of a group with a matrix or a table, whose G is known."""
-    return _matrix_block(group, calls, G, sharing, WORKSPACE)
+    """The block of a group with a matrix or a table, whose G is known, in tiles of a limit."""
+    return _matrix_block(group, calls, G, sharing, WORKSPACE, largest)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gaussnewton.gram import bordered_gram, gram, widened
 from gaussnewton.layers.rule import MatrixRule, register_layer
 from gaussnewton.layers.shifted import Lines, line_sums, shifted_gram
+from gaussnewton.tiles import tiled_each
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -45,6 +46,12 @@ class ConvolutionRule(MatrixRule):
         return by_group.permute(0, 1, 4, 2, 3)
 
     def second_moment(
+        self, module: Convolution, input: Tensor, largest: int | None = None
+    ) -> tuple[Float[Tensor, "groups columns b"], int]:
+        moment, count = self._whole_moment(module, input)  # it shares products across tiles
+        return tiled_each(moment, largest), count
+
+    def _whole_moment(
         self, module: Convolution, input: Tensor
     ) -> tuple[Float[Tensor, "groups columns columns"], int]:
         x = widened(_batched(module, input))
@@ -57,14 +64,14 @@ class ConvolutionRule(MatrixRule):
         return torch.stack([square(windows[:, g]) for g in range(module.groups)]), len(windows)
 
     def gradient_moment(
-        self, module: Convolution, rows: Float[Tensor, "k n *out"]
-    ) -> Float[Tensor, "groups out out"]:
+        self, module: Convolution, rows: Float[Tensor, "k n *out"], largest: int | None = None
+    ) -> Float[Tensor, "groups out b"]:
         k, n, channels = rows.shape[:3]
         g = rows.reshape(k * n, module.groups, channels // module.groups, -1)
         if g.shape[2] > g.shape[3] or rows.stride(2) == 1:
-            return super().gradient_moment(module, rows)
+            return super().gradient_moment(module, rows, largest)
         # One product an image takes them as they lie: sorting them by pixels would copy them.
-        return (g @ g.mT).sum(0)
+        return tiled_each((g @ g.mT).sum(0), largest)
 
     def moment_entries(self, module: Convolution, input: Tensor) -> int:
         one = _batched(module, input)[:1].detach()

@@ -6,9 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gaussnewton.gram import bordered_gram, gram, symmetric_product, widened
+from gaussnewton.gram import bordered_gram, gram, widened
 from gaussnewton.layers.rule import ChainRule, register_layer
 from gaussnewton.perdatum import PerDatum
+from gaussnewton.tiles import tile_size, tiled_gram, tiled_product, times
 
 
 @register_layer(nn.Linear)
@@ -47,35 +48,39 @@ class LinearRule(ChainRule):
             parts.append(torch.ones_like(widened(input[:, :1])))
         return torch.cat(parts, dim=1)
 
-    def input_moment(self, module: nn.Linear, input: Tensor) -> Float[Tensor, "columns columns"]:
-        return self._moment(module, input, 1 / len(input))
+    def input_moment(
+        self, module: nn.Linear, input: Tensor, largest: int | None = None
+    ) -> Float[Tensor, "columns b"]:
+        return self._moment(module, input, 1 / len(input), largest)
 
     def second_moment(
-        self, module: nn.Linear, input: Tensor
-    ) -> tuple[Float[Tensor, "groups columns columns"], int]:
+        self, module: nn.Linear, input: Tensor, largest: int | None = None
+    ) -> tuple[Float[Tensor, "groups columns b"], int]:
         rows = input.reshape(-1, input.shape[-1])
-        return self._moment(module, rows, 1.0).unsqueeze(0), len(rows)
+        return self._moment(module, rows, 1.0, largest).unsqueeze(0), len(rows)
 
     def moment_entries(self, module: nn.Linear, input: Tensor) -> int:  # noqa: ARG002
         narrow = torch.finfo(input.dtype).bits < 32
         return input[:1].numel() if narrow or not input.is_contiguous() else 0
 
-    @staticmethod
     def _moment(
-        module: nn.Linear, input: Float[Tensor, "n d"], scale: float
-    ) -> Float[Tensor, "columns columns"]:
+        self, module: nn.Linear, input: Float[Tensor, "n d"], scale: float, largest: int | None
+    ) -> Float[Tensor, "columns b"]:
         if not module.weight.requires_grad:
             return widened(input).new_full((1, 1), len(input) * scale)
+        columns = self._columns(module)
+        if tile_size(columns, largest) < columns:
+            return tiled_gram(self.rows(module, input), largest, scale)
         return (bordered_gram if _trains_bias(module) else gram)(input, scale)
 
     def pull(self, module: nn.Linear, matrices: PerDatum) -> PerDatum:
         return matrices.pull(widened(module.weight.detach()))
 
     def pull_expected(
-        self, module: nn.Linear, G: Float[Tensor, "out out"]
-    ) -> Float[Tensor, "in in"]:
+        self, module: nn.Linear, G: Float[Tensor, "out b"], largest: int | None = None
+    ) -> Float[Tensor, "in c"]:
         W = widened(module.weight.detach())
-        return symmetric_product(W, G @ W)
+        return tiled_product(W, times(G, W), largest)
 
     def pull_rows(self, module: nn.Linear, rows: Tensor) -> Tensor:
         return rows @ widened(module.weight.detach())

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gaussnewton.gram import gram
 from gaussnewton.perdatum import PerDatum
+from gaussnewton.tiles import tiled_gram
 
 
 class LayerRule(ABC):  # noqa: B024
@@ -82,21 +82,22 @@ class MatrixRule(LayerRule):
         """Gradients at the layer's outputs, sorted by the same positions and groups."""
 
     def second_moment(
-        self, module: Any, input: Tensor
-    ) -> tuple[Float[Tensor, "groups columns columns"], int]:
-        """Σ a aᵀ over data and positions, and how many they are.
+        self, module: Any, input: Tensor, largest: int | None = None
+    ) -> tuple[Float[Tensor, "groups columns b"], int]:
+        """Σ a aᵀ over data and positions, in tiles of a limit, and how many they are.
 
         A layer that can have it without writing out its positions should.
         """
         a = self.positions(module, input).flatten(0, 1)
-        return torch.stack([gram(a[:, group]) for group in range(a.shape[1])]), len(a)
+        each = [tiled_gram(a[:, group], largest) for group in range(a.shape[1])]
+        return torch.stack(each), len(a)
 
     def gradient_moment(
-        self, module: Any, rows: Float[Tensor, "k n *out"]
-    ) -> Float[Tensor, "groups out out"]:
-        """Σ g gᵀ over vectors, data and positions."""
+        self, module: Any, rows: Float[Tensor, "k n *out"], largest: int | None = None
+    ) -> Float[Tensor, "groups out b"]:
+        """Σ g gᵀ over vectors, data and positions, in tiles of a limit."""
         g = self.gradients(module, rows).flatten(0, 2)
-        return torch.stack([gram(g[:, group]) for group in range(g.shape[1])])
+        return torch.stack([tiled_gram(g[:, group], largest) for group in range(g.shape[1])])
 
     def moment_entries(self, module: Any, input: Tensor) -> int:
         """About how many numbers :meth:`second_moment` writes for each datum on its way."""
@@ -118,16 +119,20 @@ class ChainRule(MatrixRule):
         """The one vector a_n of each datum."""
 
     @abstractmethod
-    def input_moment(self, module: Any, input: Tensor) -> Float[Tensor, "columns columns"]:
-        """Q: the average of a aᵀ over data (eq. q2)."""
+    def input_moment(
+        self, module: Any, input: Tensor, largest: int | None = None
+    ) -> Float[Tensor, "columns b"]:
+        """Q: the average of a aᵀ over data (eq. q2), in tiles of a limit."""
 
     @abstractmethod
     def pull(self, module: Any, matrices: PerDatum) -> PerDatum:
         """Wᵀ M_n W for each datum."""
 
     @abstractmethod
-    def pull_expected(self, module: Any, G: Float[Tensor, "out out"]) -> Float[Tensor, "in in"]:
-        """Wᵀ G W for one matrix."""
+    def pull_expected(
+        self, module: Any, G: Float[Tensor, "out b"], largest: int | None = None
+    ) -> Float[Tensor, "in c"]:
+        """Wᵀ G W for one matrix, which may be tiled; of the result, the tiles of a limit."""
 
     @abstractmethod
     def pull_rows(self, module: Any, rows: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from jaxtyping import Float
 from torch import Tensor
 
+from gaussnewton.tiles import tiled
+
 if TYPE_CHECKING:
     from gaussnewton.perdatum.roots import Roots
 
@@ -29,6 +31,10 @@ class PerDatum(ABC):
     @abstractmethod
     def total(self) -> Float[Tensor, "d d"]:
         """The sum of all M_n."""
+
+    def tiled_total(self, largest: int | None) -> Float[Tensor, "d b"]:
+        """The tiles of that sum; a form that can have them without the rest should."""
+        return tiled(self.total(), largest)
 
     @abstractmethod
     def product(self, v: Float[Tensor, "*k n d"]) -> Float[Tensor, "*k n d"]:

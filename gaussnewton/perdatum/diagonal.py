@@ -9,6 +9,7 @@ from torch import Tensor
 from gaussnewton.perdatum.base import PerDatum
 from gaussnewton.perdatum.roots import Roots
 from gaussnewton.perdatum.shared import Shared
+from gaussnewton.tiles import tiled_diagonal
 
 
 class Diagonal(PerDatum):
@@ -30,8 +31,11 @@ class Diagonal(PerDatum):
         return self.width
 
     def total(self) -> Float[Tensor, "d d"]:
+        return self.tiled_total(None)
+
+    def tiled_total(self, largest: int | None) -> Float[Tensor, "d b"]:
         total = self.values.sum(0)
-        return (total * self.data if self.is_shared else total).diag()
+        return tiled_diagonal(total * self.data if self.is_shared else total, largest)
 
     def product(self, v: Float[Tensor, "*k n d"]) -> Float[Tensor, "*k n d"]:
         return self.values * v

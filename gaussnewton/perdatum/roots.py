@@ -5,8 +5,8 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
-from gaussnewton.gram import gram
 from gaussnewton.perdatum.base import PerDatum, Pullback
+from gaussnewton.tiles import tiled_gram
 
 
 class Roots(PerDatum):
@@ -25,7 +25,10 @@ class Roots(PerDatum):
         return min(self.rows.shape[1], self.width)
 
     def total(self) -> Float[Tensor, "d d"]:
-        return gram(self.rows.flatten(0, 1))
+        return self.tiled_total(None)
+
+    def tiled_total(self, largest: int | None) -> Float[Tensor, "d b"]:
+        return tiled_gram(self.rows.flatten(0, 1), largest)
 
     def product(self, v: Float[Tensor, "*k n d"]) -> Float[Tensor, "*k n d"]:
         inner = (self.rows @ v.unsqueeze(-1)).squeeze(-1)

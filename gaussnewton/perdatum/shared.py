@@ -5,9 +5,9 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
-from gaussnewton.gram import gram
 from gaussnewton.perdatum.base import PerDatum
 from gaussnewton.perdatum.roots import Roots
+from gaussnewton.tiles import tiled_gram
 
 
 class Shared(PerDatum):
@@ -31,8 +31,11 @@ class Shared(PerDatum):
         return min(self.rows.shape)
 
     def total(self) -> Float[Tensor, "d d"]:
-        M = gram(self.rows)
-        return M * self.data if self.slope is None else M * gram(self.slope)
+        return self.tiled_total(None)
+
+    def tiled_total(self, largest: int | None) -> Float[Tensor, "d b"]:
+        M = tiled_gram(self.rows, largest)
+        return M * self.data if self.slope is None else M * tiled_gram(self.slope, largest)
 
     def product(self, v: Float[Tensor, "*k n d"]) -> Float[Tensor, "*k n d"]:
         B = 1.0 if self.slope is None else self.slope

@@ -9,6 +9,7 @@ from torch import Tensor
 from gaussnewton.gram import gram
 from gaussnewton.perdatum.base import PerDatum
 from gaussnewton.perdatum.roots import Roots
+from gaussnewton.tiles import tiled_diagonal, tiled_gram
 
 
 class Softmax(PerDatum):
@@ -37,6 +38,12 @@ class Softmax(PerDatum):
             p, w = self.p[:, :, s], self.w[:, s, None]
             result[:, s, :, s] = (w * p).sum(0).diag() - gram(w.sqrt() * p)
         return result.reshape(self.width, self.width)
+
+    def tiled_total(self, largest: int | None) -> Float[Tensor, "d b"]:
+        if self.positions > 1:
+            return super().tiled_total(largest)
+        p = self.p[:, :, 0]
+        return tiled_diagonal((self.w * p).sum(0), largest) - tiled_gram(self.w.sqrt() * p, largest)
 
     def product(self, v: Float[Tensor, "*k n d"]) -> Float[Tensor, "*k n d"]:
         v = v.unflatten(-1, (self.classes, self.positions))

@@ -20,12 +20,16 @@ from gaussnewton.layers.normalisation import BY_ENTRY, normalised
 from gaussnewton.network import Network, family
 from gaussnewton.parameters import Group
 from gaussnewton.tape import LayerCall
+from gaussnewton.tiles import tiled_each
 
 _KNOWN = (LinearRule, ConvolutionRule, TableRule, NormalisationRule)
 
 
 def expected_blocks(
-    network: Network, found: list[tuple[LayerCall, Expected]], sharing: Sharing
+    network: Network,
+    found: list[tuple[LayerCall, Expected]],
+    sharing: Sharing,
+    largest: int | None = None,
 ) -> dict[str, Block]:
     """One block for each trained layer, of the kind that the other estimators give it."""
     by_name: dict[str, list[tuple[LayerCall, Expected]]] = {}
@@ -46,8 +50,9 @@ def expected_blocks(
             result[group.name] = _normalising_block(group, own)
         else:
             factors = [_factor(call, expected, sharing) for call, expected in own]
-            G = torch.stack(factors).sum(0)
-            result[group.name] = factored_block(group, [call for call, _ in own], G, sharing)
+            G = tiled_each(torch.stack(factors).sum(0), largest)
+            calls = [call for call, _ in own]
+            result[group.name] = factored_block(group, calls, G, sharing, largest)
     return result
 
 
