@@ -242,7 +242,7 @@ def table(costs: Costs, counts: dict[str, float], unit: float, top: float) -> st
             (name, 1e3 * s, s / unit, g or None, on_paper, g / s if g else None, g / s / top)
             for name, s, g, on_paper in rows
         ],
-        headers=("phase", "ms", "forward-backwards", "GFLOP", "once, on paper", "GFLOP/s", "of peak"),
+        headers=("phase", "ms", "passes", "GFLOP", "once, on paper", "GFLOP/s", "of peak"),
         floatfmt=("", ".1f", ".2f", ".1f", ".1f", ".0f", ".0%"),
         tablefmt="pipe",
     )  # fmt: skip

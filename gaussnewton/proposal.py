@@ -121,10 +121,9 @@ def calibrated(
     model = Quadratic(M, b).project(basis)
     c = share * model.minimum(most)
     lengths = dict(zip(names, c[0] * scales.exp(), strict=True))
+    last = {} if previous is None else {name: [part] for name, part in previous.items()}
     update = {
-        name: _added(
-            direction[name] * length.to(direction[name].dtype), c[1:], previous and [previous[name]]
-        )
+        name: _added(direction[name] * length.to(direction[name].dtype), c[1:], last.get(name, []))
         for name, length in lengths.items()
     }
     return Proposal(update, model, c, dict(zip(names, scales, strict=True)))
@@ -153,9 +152,9 @@ def combine(c: Tensor, spans: Sequence[Matrices]) -> Matrices:
     }
 
 
-def _added(total: Tensor, c: Tensor, parts: Sequence[Tensor] | None) -> Tensor:
+def _added(total: Tensor, c: Tensor, parts: Sequence[Tensor]) -> Tensor:
     """total + Σ c_i d_i, in place."""
-    for s, part in zip(c, parts or [], strict=True):
+    for s, part in zip(c, parts, strict=True):
         total.addcmul_(part, s.to(total.dtype))
     return total
 
