@@ -15,8 +15,9 @@ from race.times import band
 FIRST = 0.5
 """Seconds: where the logarithmic axis begins."""
 COLUMNS = 3
-HEADROOM = 0.45
-"""The top of a panel: so much of the way, by logarithms, from the least loss to the first one."""
+HEADROOM = 0.5
+"""The top of a panel is at least so much of the way, by logarithms, from the least loss to the
+first one: where all of them only begin there is little to see."""
 
 
 def compute(problems: dict[str, dict[str, dict[int, Line]]], budget: str) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def _look(runner: str) -> dict[str, Any]:
 
 
 def _panel(axes: Any, panel: dict[str, Any]) -> None:
-    lows, highs = [], []
+    lows, highs, ends = [], [], []
     for each in panel["lines"]:
         points = each["points"]
         if not points:
@@ -85,13 +86,16 @@ def _panel(axes: Any, panel: dict[str, Any]) -> None:
         axes.plot(times, middle, zorder=order, **look)
         lows.append(min(least))
         highs.append(max(middle))
+        ends.append(most[-1])
     for target in panel["targets"]:
         axes.axhline(target, color=MUTED, linewidth=0.8, linestyle=(0, (2, 3)), zorder=1)
     axes.set_xscale("log")
     if lows and min(lows) > 0:
         axes.set_yscale("log")
         low, high = min(lows), max(highs)
-        axes.set_ylim(low * (low / high) ** 0.05, low * (high / low) ** HEADROOM * 1.0)
+        top = max(low * (high / low) ** HEADROOM, 1.1 * max(ends))
+        axes.set_ylim(low * (low / top) ** 0.05, top)
+        axes.set_xlim(left=FIRST)
         _plain(axes)
 
 

@@ -6,15 +6,34 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim import _muon as muon_of_torch
 
 import gaussnewton as gn
 from race.settings import Setting
 
 
+def _orthogonal(
+    grad: Tensor, ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float
+) -> Tensor:
+    """Muon's Newton-Schulz iterations in the gradient's own precision."""
+    a, b, c = ns_coefficients
+    wide = grad if grad.shape[0] <= grad.shape[1] else grad.T
+    x = wide / wide.norm().clamp(min=eps)
+    for _ in range(ns_steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if grad.shape[0] <= grad.shape[1] else x.T
+
+
 def _muon(model: nn.Module, rate: float) -> list[Optimizer]:
-    """Muon takes matrices only; what it does not take gets AdamW, as its users do."""
+    """Muon takes matrices only; what it does not take gets AdamW, as its users do.
+
+    Its bfloat16 is what takes it several times as long where a CPU has no units for it, so it
+    gets the same iterations in float32.
+    """
+    muon_of_torch._zeropower_via_newtonschulz = _orthogonal
     inside = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     matrices = [p for p in model.parameters() if id(p) in inside]
     others = [p for p in model.parameters() if id(p) not in inside]

@@ -76,13 +76,14 @@ class Runs:
         self.data: Data = read(self.task, folder)
         self._child: Child | None = None
         self._warm: set[str] = set()
+        self._first: dict[int, float] = {}
 
     def contender(self, runner: str, setting: Setting, seed: int, horizon: float) -> Contender:
         """A new one, with all that happens only once in a process behind it."""
         if RUNNERS[runner].needs == "kfac_jax":
             if self._child is None:
                 self._child = Child(self.task, self.data)
-            return JaxContender(self._child, setting, seed, self._first_loss(seed))
+            return JaxContender(self._child, setting, seed, self.first_loss(seed))
         if runner not in self._warm:
             again = TorchContender(self.task, self.data, runner, setting, seed, horizon)
             for _ in range(2):
@@ -92,9 +93,13 @@ class Runs:
         return TorchContender(self.task, self.data, runner, setting, seed, horizon)
 
     @torch.no_grad()
-    def _first_loss(self, seed: int) -> float:
-        x, y = self.data.judged()
-        return self.task.loss(self.task.network(seed), self.task.criterion(), x, y).item()
+    def first_loss(self, seed: int) -> float:
+        """The loss before the first update."""
+        if seed not in self._first:
+            x, y = self.data.judged()
+            loss = self.task.loss(self.task.network(seed), self.task.criterion(), x, y)
+            self._first[seed] = loss.item()
+        return self._first[seed]
 
     def close(self) -> None:
         """End the process that has JAX."""
@@ -112,8 +117,8 @@ class Runs:
             found = store.find(**key)
             if found is None:
                 contender = self.contender(runner, setting, SEARCH_SEED, seconds)
-                track = Track(runner, setting, contender)
-                track.judge()
+                first = [0, 0.0, self.first_loss(SEARCH_SEED), "present"]
+                track = Track(runner, setting, contender, [first])
                 for share in (0.25, 1.0):  # an early look, to give up what is lost
                     if track.alive:
                         track.advance(share * seconds, share * seconds)
@@ -149,8 +154,8 @@ class Runs:
         torch.manual_seed(seed)
         for runner, setting in settings.items():
             contender = self.contender(runner, setting, seed, budgets.horizon(self.task))
-            tracks.append(Track(runner, setting, contender))
-            tracks[-1].judge()
+            first = [0, 0.0, self.first_loss(seed), "present"]
+            tracks.append(Track(runner, setting, contender, [first]))
         race(
             tracks, self.task.targets, budgets.race, budgets.long_of(self.task), budgets.turn,
             seed, budgets.stop,

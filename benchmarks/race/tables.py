@@ -104,9 +104,9 @@ def method_text(facts: dict[str, Any]) -> str:
     return (
         f"All contenders of a problem and seed start from the same parameters, see the same "
         f"batches in the same order, and take turns of at most {facts['turn']:g} s in a shuffled "
-        f"order, in one process with {facts['threads']} threads (kfac-jax in a child with as many "
-        "cores). Counted are the seconds of updates: not the making of batches, the judging, the "
-        "peers' running means, first calls and compilation. Losses are of "
+        f"order, in one process ({facts['threads']} threads of torch; kfac-jax in a child with as "
+        "many cores). Counted are the seconds of updates: not the making of batches, the judging, "
+        "the peers' running means, first calls and compilation. Losses are of "
         f"{JUDGED:,} training data, the same everywhere; ours with its own averaged parameters, a "
         f"peer's with the best, at each mark, of its parameters and three running means of them "
         f"(memories {memories}). Seconds and updates to a loss are interpolated between marks "
@@ -135,8 +135,9 @@ def report(problems: dict[str, Runs], asked: list[dict[str, Any]], versions: dic
     about = "\n".join(f"- {name}: `{value}`" for name, value in versions.items())
     parts = [
         "# The race", f"Written by {commands}.", about, method_text(facts),
-        "## The bars", bars_table(problems),
     ]  # fmt: skip
+    if any(bar.problem in problems for bar in BARS):
+        parts += ["## The bars", bars_table(problems)]
     for name, runs in problems.items():
         task = TASKS[name]
         seeds = sorted({seed for lines in runs.values() for seed in lines})

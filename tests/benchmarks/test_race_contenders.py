@@ -5,13 +5,16 @@ import pytest
 import torch
 from race.contender import Means, TorchContender
 from race.jax_contender import layers_of, orders, parameters_of
-from race.optimizers import build
+from race.optimizers import _orthogonal, build
 from race.settings import MEMORIES
 from race.tasks import TASKS, Data, Task
 from torch import nn
+from torch.optim import _muon as muon_of_torch
 
 from gaussnewton.averaging import update_average
 from gaussnewton.experiments.data import Batches
+
+TORCHS = muon_of_torch._zeropower_via_newtonschulz
 
 
 def small(seed):
@@ -73,6 +76,15 @@ def test_means_are_those_of_the_paper():
             slow[memory] = update_average(slow[memory], p, t, memory)
     for memory in MEMORIES:
         torch.testing.assert_close(means.kept[memory][0], slow[memory])
+
+
+def test_muon_in_float32_is_muon():
+    torch.manual_seed(0)
+    for shape in ((20, 30), (30, 20)):
+        gradient, coefficients = torch.randn(shape), (3.4445, -4.7750, 2.0315)
+        theirs = TORCHS(gradient.clone(), coefficients, 5, 1e-7).float()
+        ours = _orthogonal(gradient, coefficients, 5, 1e-7)
+        assert (ours - theirs).norm() < 0.02 * theirs.norm()  # bfloat16 has three digits
 
 
 def test_muon_leaves_what_is_no_matrix_to_adamw():

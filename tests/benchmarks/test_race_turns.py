@@ -120,6 +120,9 @@ class Counted(Runs):
         self.made.append((runner, seed))
         return Clockwork(0.9 if runner == "default" else setting["rate"])
 
+    def first_loss(self, seed):  # noqa: ARG002
+        return 100.0
+
 
 BUDGETS = Budgets(1.0, 4.0, 4.0, 1.0, False, 1)
 
