@@ -95,7 +95,12 @@ def _race(
 
     runs = Runs(name, options.data, say)
     try:
-        settings = {runner: runs.chosen(runner, budgets, store) for runner in runners}
+        settings = {}
+        for runner in runners:
+            try:
+                settings[runner] = runs.chosen(runner, budgets, store)
+            except (RuntimeError, ImportError) as error:  # one that cannot run stops no other
+                say(f"{name}: {runner} sits out: {error}")
         for seed in range(options.seeds):
             runs.race(settings, seed, budgets, store)
             _write(options, store)  # so that a long race shows what it has so far

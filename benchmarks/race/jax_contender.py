@@ -131,9 +131,14 @@ class Child:
             raise RuntimeError(f"kfac-jax stopped: {self._log.read()[-2000:]}")
         return json.loads(line)
 
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked."""
+        return self._process.poll() is None
+
     def close(self) -> None:
         """End the process and delete the files."""
-        if self._process.poll() is None and self._process.stdin is not None:
+        if self.alive and self._process.stdin is not None:
             self._process.stdin.write('{"do": "close"}\n')
             self._process.stdin.close()
         self._process.wait(timeout=30)

@@ -81,7 +81,7 @@ class Runs:
     def contender(self, runner: str, setting: Setting, seed: int, horizon: float) -> Contender:
         """A new one, with all that happens only once in a process behind it."""
         if RUNNERS[runner].needs == "kfac_jax":
-            if self._child is None:
+            if self._child is None or not self._child.alive:
                 self._child = Child(self.task, self.data)
             return JaxContender(self._child, setting, seed, self.first_loss(seed))
         if runner not in self._warm:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from race.contender import Contender
 from race.settings import RUNNERS, Setting
 
-APART = 1.05
+APART = 1.1
 """A contender is judged again when its seconds have grown by this factor."""
 LOST = 10.0
 """A loss that is so many times the first one will not come back."""
