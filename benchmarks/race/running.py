@@ -158,7 +158,7 @@ class Runs:
             tracks.append(Track(runner, setting, contender, [first]))
         race(
             tracks, self.task.targets, budgets.race, budgets.long_of(self.task), budgets.turn,
-            seed, budgets.stop,
+            seed, budgets.stop, self._watch(tracks),
         )  # fmt: skip
         store.add([key | _outcome(track) for key, track in zip(keys, tracks, strict=True)])
         ends = ", ".join(f"{t.runner} {t.loss:.4g}" for t in tracks)
@@ -166,6 +166,19 @@ class Runs:
         for track in tracks:
             track.contender.close()
         gc.collect()
+
+    def _watch(self, tracks: list[Track]) -> Callable[[], None]:
+        """Says every minute how far everyone is."""
+        said = time.time()
+
+        def watch() -> None:
+            nonlocal said
+            if time.time() - said > 60:
+                said = time.time()
+                now = (f"{t.runner} {t.loss:.4g} at {t.seconds:.0f} s" for t in tracks)
+                self.say(f"{self.name}: {', '.join(now)}")
+
+        return watch
 
 
 def _outcome(track: Track) -> Line:

@@ -73,9 +73,17 @@ def turn_of(seconds: float, longest: float) -> float:
 
 
 def take_turns(
-    tracks: Sequence[Track], end: float, longest: float, goes: Callable[[Track], bool], seed: int
+    tracks: Sequence[Track],
+    end: float,
+    longest: float,
+    goes: Callable[[Track], bool],
+    seed: int,
+    watch: Callable[[], None] = lambda: None,
 ) -> None:
-    """Turns in a shuffled order until nobody goes on, or all have used so many seconds."""
+    """Turns in a shuffled order until nobody goes on, or all have used so many seconds.
+
+    ``watch`` is called after each round.
+    """
     order = random.Random(seed)
     while True:
         going = [t for t in tracks if t.alive and t.seconds < end and goes(t)]
@@ -84,6 +92,7 @@ def take_turns(
         order.shuffle(going)
         for track in going:
             track.advance(turn_of(track.seconds, longest), end)
+        watch()
 
 
 def race(
@@ -94,6 +103,7 @@ def race(
     longest: float,
     seed: int = 0,
     stop: bool = False,
+    watch: Callable[[], None] = lambda: None,
 ) -> None:
     """All for some seconds; then some go on.
 
@@ -110,9 +120,10 @@ def race(
         longest: a turn, in seconds.
         seed: of the order of turns.
         stop: whether those that have reached the last target stop before their time is over.
+        watch: called after each round.
     """
     last = targets[-1] if targets else -math.inf
-    take_turns(tracks, seconds, longest, lambda t: not stop or t.least > last, seed)
+    take_turns(tracks, seconds, longest, lambda t: not stop or t.least > last, seed, watch)
     peers = [t for t in tracks if RUNNERS[t.runner].kind == "first-order" and t.alive]
     if not peers:
         return
@@ -122,8 +133,13 @@ def race(
         return
     going = [leader, *(t for t in tracks if t.runner in FOLLOWERS)]
     if targets:
-        take_turns(going, long_seconds, longest, lambda t: t.least > last, seed)
+        take_turns(going, long_seconds, longest, lambda t: t.least > last, seed, watch)
     else:
         take_turns(
-            going, long_seconds, longest, lambda t: t is leader or t.least > leader.least, seed
+            going,
+            long_seconds,
+            longest,
+            lambda t: t is leader or t.least > leader.least,
+            seed,
+            watch,
         )
