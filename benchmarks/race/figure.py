@@ -75,7 +75,7 @@ def _look(runner: str) -> dict[str, Any]:
 
 
 def _panel(axes: Any, panel: dict[str, Any]) -> None:
-    lows, highs, ends = [], [], []
+    lows, firsts, ends = [], [], []
     for each in panel["lines"]:
         points = each["points"]
         if not points:
@@ -85,15 +85,16 @@ def _panel(axes: Any, panel: dict[str, Any]) -> None:
         axes.fill_between(times, least, most, color=look["color"], alpha=0.15, linewidth=0)
         axes.plot(times, middle, zorder=order, **look)
         lows.append(min(least))
-        highs.append(max(middle))
+        firsts.append(middle[0])
         ends.append(most[-1])
     for target in panel["targets"]:
         axes.axhline(target, color=MUTED, linewidth=0.8, linestyle=(0, (2, 3)), zorder=1)
     axes.set_xscale("log")
     if lows and min(lows) > 0:
         axes.set_yscale("log")
-        low, high = min(lows), max(highs)
-        top = max(low * (high / low) ** HEADROOM, 1.1 * max(ends))
+        low, first = min(lows), min(firsts)
+        top = max(low * (first / low) ** HEADROOM, 1.1 * max(ends))
+        top = min(top, 1.1 * first)  # who diverges leaves the panel
         axes.set_ylim(low * (low / top) ** 0.05, top)
         axes.set_xlim(left=FIRST)
         _plain(axes)

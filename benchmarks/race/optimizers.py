@@ -57,6 +57,8 @@ def _shampoo(model: nn.Module, rate: float) -> list[Optimizer]:
 
     graft = LayerWiseGrafting.RMSPROP
     chosen: dict[str, Any] = {"graft_type": graft, "preconditioning_compute_steps": 20}
+    # RMSProp's first steps, without a correction of its mean, are 1/√(1 − β₂) times too large.
+    chosen |= {"betas": (0.9, 0.99), "moving_average_for_momentum": True}
     return [ScalableShampoo(model.parameters(), lr=rate, **chosen)]
 
 

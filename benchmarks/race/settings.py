@@ -118,7 +118,8 @@ RUNNERS: dict[str, Entry] = {
     ),
     "shampoo": Entry(
         "Shampoo", "sgd", "first-order", "pytorch_optimizer", **SMALLER_GRID,
-        about="ScalableShampoo, roots every 20 updates, the size of RMSProp's steps",
+        about="ScalableShampoo, roots every 20 updates, the size of RMSProp's steps, betas "
+        "0.9 and 0.99, momentum as a mean",
     ),
     "kfac-jax": Entry(
         "kfac-jax", "kfac", "curvature", "kfac_jax", dampings=DAMPINGS,

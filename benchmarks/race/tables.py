@@ -83,10 +83,10 @@ def bars_table(problems: dict[str, Runs]) -> str:
             against = bar.against if bar.against == who else f"{bar.against} ({who})"
             rows.append([
                 f"{TASKS[bar.problem].title}, to {target.name}", against, _seconds(ours),
-                _seconds(theirs), f"{_ratio(theirs, ours)} times", f"{bar.factor:g} times",
+                _seconds(theirs), _ratio(theirs, ours), f"{bar.factor:g}",
                 verdict(ours, theirs, bar.factor),
             ])  # fmt: skip
-    header = ["seconds to a loss", "against", "gn.GaussNewton", "theirs", "less", "bar", ""]
+    header = ["seconds to a loss", "against", "gn.GaussNewton", "theirs", "× ours", "bar", ""]
     return _table(rows, header)
 
 
