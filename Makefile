@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench bench-curvature clean
 
 demo: $(READY)
 	$(BIN)/gaussnewton demo
@@ -18,8 +18,14 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The peers live in an environment of their own, benchmarks/.venv.
+# The peers live in environments of their own, benchmarks/.venv and benchmarks/.venv-jax.
+# DATA names a folder with MNIST's and Olivetti's files; without it they are downloaded.
+# OPTIONS are those of benchmarks/race.py, e.g. OPTIONS="--problems mnist --seeds 1".
 bench:
+	sh benchmarks/setup-race.sh
+	benchmarks/.venv/bin/python benchmarks/race.py $(if $(DATA),--data $(DATA)) $(OPTIONS)
+
+bench-curvature:
 	sh benchmarks/setup.sh
 	benchmarks/.venv/bin/python benchmarks/curvature.py --repeats 40 --budget 15
 
@@ -29,4 +35,4 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) benchmarks/.venv
+	rm -rf $(VENV) benchmarks/.venv benchmarks/.venv-jax

@@ -1,0 +1,1 @@
+"""The race: seconds and updates to target losses, all in turns. See ``benchmarks/race.py``."""

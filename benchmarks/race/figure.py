@@ -1,0 +1,116 @@
+"""The losses by seconds, a panel for each problem."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from gaussnewton.experiments.extra import require
+from gaussnewton.experiments.figures.style import MUTED, canvas, dress, legend, line, note
+from race.settings import RUNNERS
+from race.store import Line
+from race.tasks import TASKS
+from race.times import band
+
+FIRST = 0.5
+"""Seconds: where the logarithmic axis begins."""
+COLUMNS = 3
+HEADROOM = 0.5
+"""The top of a panel is at least so much of the way, by logarithms, from the least loss to the
+first one: where all of them only begin there is little to see."""
+
+
+def compute(problems: dict[str, dict[str, dict[int, Line]]], budget: str) -> dict[str, Any]:
+    """For each problem and runner (seconds, least, median, greatest loss over the seeds).
+
+    Args:
+        problems: as ``Store.runs`` has them, by problem.
+        budget: on what the figure rests.
+    """
+    panels = []
+    for name, runs in problems.items():
+        lines = []
+        for runner in RUNNERS:
+            marks = [line["marks"] for line in runs.get(runner, {}).values()]
+            if marks:
+                lines.append({"runner": runner, "points": band(marks, _times(marks))})
+        levels = [*TASKS[name].targets]
+        panels.append({"title": TASKS[name].title, "lines": lines, "targets": levels})
+    return {"figure": "race", "budget": budget, "panels": panels}
+
+
+def _times(runs: list[Any]) -> list[float]:
+    """Moments spread evenly on a logarithmic axis, and the last that all runs have."""
+    end = min(marks[-1][1] for marks in runs)
+    count = 120
+    if end <= FIRST:
+        return [end]
+    step = math.log(end / FIRST) / count
+    return [*(FIRST * math.exp(step * i) for i in range(count)), end]
+
+
+def draw(result: dict[str, Any]) -> Any:
+    """Ours on top, and thicker; bands are the least and greatest of the seeds."""
+    panels = result["panels"]
+    columns = min(COLUMNS, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = canvas(max(4.8, 4.1 * columns), 1.0 + 3.2 * rows)
+    grid: Any = figure.subplots(rows, columns, squeeze=False)
+    for i, axes in enumerate(grid.flat):
+        if i >= len(panels):
+            axes.set_axis_off()
+            continue
+        first = "training loss" if i % columns == 0 else ""
+        dress(axes, panels[i]["title"], "seconds of updates", first)
+        _panel(axes, panels[i])
+    seen = {each["runner"] for panel in panels for each in panel["lines"]}
+    legend(figure, _handles([runner for runner in RUNNERS if runner in seen]), 5)
+    note(figure, result["budget"])
+    return figure
+
+
+def _look(runner: str) -> dict[str, Any]:
+    ours = runner == "default"
+    return {**line(RUNNERS[runner].style), "linewidth": 3.0 if ours else 1.4}
+
+
+def _panel(axes: Any, panel: dict[str, Any]) -> None:
+    lows, firsts, ends = [], [], []
+    for each in panel["lines"]:
+        points = each["points"]
+        if not points:
+            continue
+        times, least, middle, most = zip(*points, strict=True)
+        look, order = _look(each["runner"]), 5 if each["runner"] == "default" else 3
+        axes.fill_between(times, least, most, color=look["color"], alpha=0.15, linewidth=0)
+        axes.plot(times, middle, zorder=order, **look)
+        lows.append(min(least))
+        firsts.append(middle[0])
+        ends.append(most[-1])
+    for target in panel["targets"]:
+        axes.axhline(target, color=MUTED, linewidth=0.8, linestyle=(0, (2, 3)), zorder=1)
+    axes.set_xscale("log")
+    if lows and min(lows) > 0:
+        axes.set_yscale("log")
+        low, first = min(lows), min(firsts)
+        top = max(low * (first / low) ** HEADROOM, 1.1 * max(ends))
+        top = min(top, 1.1 * first)  # who diverges leaves the panel
+        axes.set_ylim(low * (low / top) ** 0.05, top)
+        axes.set_xlim(left=FIRST)
+        _plain(axes)
+
+
+def _plain(axes: Any) -> None:
+    """Numbers, not powers of ten, at the ticks."""
+    ticker = require("matplotlib.ticker", "drawing figures")
+    low, high = axes.get_ylim()
+    few = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0) if high < 12 * low else (1.0, 2.0, 5.0)
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=few))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(ticker.FuncFormatter(lambda v, _: f"{v:g}"))
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+
+
+def _handles(runners: list[str]) -> list[Any]:
+    Line2D = require("matplotlib.lines", "drawing figures").Line2D
+    return [Line2D([], [], label=RUNNERS[r].title, **_look(r)) for r in runners]

@@ -1,0 +1,153 @@
+"""The report in Markdown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tabulate import tabulate
+
+from race.halving import QUARTER
+from race.settings import MEMORIES, RUNNERS, setting_text
+from race.standing import BARS, OURS, Runs, Standing, standing, targets_of, verdict
+from race.store import Line
+from race.tasks import JUDGED, TASKS
+from race.times import loss_at, median
+
+
+def _table(rows: list[list[str]], header: list[str]) -> str:
+    return tabulate(rows, header, tablefmt="github", disable_numparse=True)
+
+
+def _seconds(of: Standing | None) -> str:
+    """Seconds and updates to a target."""
+    if of is None:
+        return ""
+    if not of.when.ever:
+        return f"not in {of.tried:.0f} s"
+    return f"{_short(of.when.seconds)} s, {of.when.updates:.0f} updates"
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _ratio(of: Standing | None, ours: Standing | None) -> str:
+    if of is None or ours is None or not ours.when.ever:
+        return ""
+    return f"{'' if of.when.ever else '> '}{of.ratio(ours):.2g}"
+
+
+def problem_table(problem: str, runs: Runs) -> str:
+    """A row for each runner, with two columns for each target."""
+    targets = targets_of(problem, runs)
+    ours = {target.name: standing([OURS], runs, target) for target in targets}
+    rows = []
+    for runner, entry in RUNNERS.items():
+        lines = list(runs.get(runner, {}).values())
+        if not lines:
+            continue
+        cells = [entry.title, setting_text(lines[0]["setting"]), *_pace(lines)]
+        for target in targets:
+            mine = standing([runner], runs, target)
+            cells += [_seconds(mine), _ratio(mine, ours[target.name])]
+        rows.append(cells)
+    shared = min((line["seconds"] for each in runs.values() for line in each.values()), default=0)
+    header = ["", "setting", "ms an update", f"loss after {shared:g} s", "judged"]
+    for target in targets:
+        header += [f"to {target.name}", "× ours"]
+    return _table(rows, header)
+
+
+def _pace(lines: list[Line]) -> list[str]:
+    """Milliseconds an update, the loss when the common time was over, and whose loss that is."""
+    last = [line["marks"][-1] for line in lines]
+    pace = median([1e3 * mark[1] / mark[0] for mark in last if mark[0]])
+    # The last update of the common time ends a little after it, or before it if it stopped.
+    losses = [loss_at(line["marks"], min(line["seconds"], line["marks"][-1][1])) for line in lines]
+    of = sorted({str(mark[3]) for mark in last})
+    failed = [line["failure"] for line in lines if line["failure"]]
+    return [_short(pace), f"{median(losses):.4g}", ", ".join([*of, *failed])]
+
+
+def bars_table(problems: dict[str, Runs]) -> str:
+    """The bars that were set, and whether they were reached."""
+    rows = []
+    for bar in BARS:
+        runs = problems.get(bar.problem)
+        for target in targets_of(bar.problem, runs) if runs else []:
+            ours = standing([OURS], runs or {}, target)
+            theirs = standing(bar.runners, runs or {}, target)
+            if ours is None or theirs is None:
+                continue
+            who = RUNNERS[theirs.who].title
+            against = bar.against if bar.against == who else f"{bar.against} ({who})"
+            rows.append([
+                f"{TASKS[bar.problem].title}, to {target.name}", against, _seconds(ours),
+                _seconds(theirs), _ratio(theirs, ours), f"{bar.factor:g}",
+                verdict(ours, theirs, bar.factor),
+            ])  # fmt: skip
+    header = ["seconds to a loss", "against", "gn.GaussNewton", "theirs", "× ours", "bar", ""]
+    return _table(rows, header)
+
+
+def grids_table(runners: list[str], facts: dict[str, Any]) -> str:
+    """What was searched."""
+    entries = [RUNNERS[r].limited(facts["powers"], facts["decays"]) for r in runners]
+    rows = [[e.title, e.grid_text(), str(len(e.grid())), e.about] for e in entries]
+    return _table(rows, ["", "grid", "settings", "otherwise"])
+
+
+def method_text(facts: dict[str, Any]) -> str:
+    """How it was measured."""
+    search, race, long = (facts[key] for key in ("search", "race", "long"))
+    memories = ", ".join(f"{m:g}" for m in MEMORIES)
+    return (
+        f"All contenders of a problem and seed start from the same parameters, see the same "
+        f"batches in the same order, and take turns of at most {facts['turn']:g} s in a shuffled "
+        f"order, in one process ({facts['threads']} threads of torch; kfac-jax in a child with as "
+        "many cores). Counted are the seconds of updates: not the making of batches, the judging, "
+        "the peers' running means, first calls and compilation. Losses are of "
+        f"{JUDGED:,} training data, the same everywhere; ours with its own averaged parameters, a "
+        f"peer's with the best, at each mark, of its parameters and three running means of them "
+        f"(memories {memories}). Seconds and updates to a loss are interpolated between marks "
+        "(a tenth of the seconds apart or less, by the logarithm of the loss); medians over the "
+        "seeds; a seed that "
+        "did not reach a loss counts as infinite.\n\n"
+        "Each peer has the best setting of its grid, by successive halving on seed 0: "
+        f"{search:g} s each, the best quarter {QUARTER * search:g} s each, and the best of those "
+        "races. Decay periods are shares of the run's own budget. "
+        f"Each contender has {race:g} s. On the "
+        f"autoencoders the first-order peer that is best then goes on to {long:g} s at most, and "
+        "beside it gn.GaussNewton and kfac-jax as far as they need to reach the loss in question."
+    )
+
+
+def report(problems: dict[str, Runs], asked: list[dict[str, Any]], versions: dict[str, str]) -> str:
+    """All of it.
+
+    Args:
+        problems: the runs by problem, runner and seed.
+        asked: the command and the budgets of each session that led to them, the last one last.
+        versions: of everything.
+    """
+    facts = asked[-1]
+    commands = ", ".join(dict.fromkeys(f"`{each['command']}`" for each in asked))
+    runners = [r for r in RUNNERS if any(r in runs for runs in problems.values())]
+    about = "\n".join(f"- {name}: `{value}`" for name, value in versions.items())
+    parts = [
+        "# The race", f"Written by {commands}.", about, method_text(facts),
+    ]  # fmt: skip
+    if any(bar.problem in problems for bar in BARS):
+        parts += ["## The bars", bars_table(problems)]
+    for name, runs in problems.items():
+        task = TASKS[name]
+        seeds = sorted({seed for lines in runs.values() for seed in lines})
+        text = f"Loss: {task.shown}. Batches of {task.batch}; seeds {', '.join(map(str, seeds))}."
+        origins = [
+            f"Each seed's own loss to reach is {target.origin}; {target.name} is the median."
+            for target in targets_of(name, runs)
+            if target.origin
+        ]
+        parts += [f"## {task.title}", " ".join([text, *origins]), problem_table(name, runs)]
+    parts += ["## The grids", grids_table(runners, facts)]
+    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,92 @@
+"""Ratios, verdicts and tables from raw results."""
+
+import pytest
+from race import figure
+from race.standing import Standing, standing, targets_of, verdict
+from race.tables import bars_table, problem_table, report
+from race.times import NEVER, Reached
+
+
+def run(problem, runner, seed, factor, end, *, leader=False):
+    """A loss that falls by a factor each second from 100."""
+    marks = [[10 * t, float(t), 100.0 * factor**t, "present"] for t in range(end + 1)]
+    setting = {"rate": 2.0**-9, "decay": 0.5} if runner == "adam" else {}
+    return {
+        "kind": "race", "problem": problem, "runner": runner, "seed": seed, "setting": setting,
+        "seconds": 10.0, "leader": leader, "failure": "", "versions": {}, "marks": marks,
+    }  # fmt: skip
+
+
+def runs_of(problem, **factors):
+    """By runner and seed; factors are (factor, end)."""
+    return {
+        name: {
+            seed: run(problem, name, seed, factor, end, leader=name == "adam")
+            for seed, (factor, end) in enumerate(seeds)
+        }
+        for name, seeds in factors.items()
+    }
+
+
+def test_ratio_of_medians_and_lower_bounds():
+    runs = runs_of(
+        "mnist",
+        default=[(0.5, 10)] * 3,
+        adam=[(0.9, 30), (0.9, 30), (0.99, 30)],
+        soap=[(0.99, 10)] * 3,
+    )
+    target = targets_of("mnist", runs)[0]
+    assert target.name == "60"
+    ours = standing(["default"], runs, target)
+    adam = standing(["adam"], runs, target)
+    soap = standing(["soap"], runs, target)
+    assert adam.ratio(ours) == pytest.approx(6.579, rel=1e-3)  # log 0.5 / log 0.9
+    assert soap.when == NEVER
+    assert soap.ratio(ours) == pytest.approx(10.0 / ours.when.seconds)
+    best = standing(["adam", "soap"], runs, target)
+    assert best.who == "adam"
+    assert best.when == adam.when
+
+
+def test_the_target_of_a_seed_is_its_own_peers_last_loss():
+    runs = runs_of("curves", default=[(0.5, 10)] * 2, adam=[(0.9, 20), (0.8, 20)])
+    (target,) = targets_of("curves", runs)
+    assert target.of == {0: pytest.approx(100 * 0.9**20), 1: pytest.approx(100 * 0.8**20)}
+    assert standing(["adam"], runs, target).when.seconds == pytest.approx(20.0)
+
+
+def test_verdicts_say_no_more_than_is_known():
+    ours = Standing("default", Reached(10.0, 50.0), float("inf"))
+    slow = Standing("adam", Reached(70.0, 500.0), float("inf"))
+    close = Standing("adam", Reached(50.0, 500.0), float("inf"))
+    given_up_late = Standing("adam", NEVER, 100.0)
+    given_up_early = Standing("adam", NEVER, 30.0)
+    assert verdict(ours, slow, 6.0) == "reached"
+    assert verdict(ours, close, 6.0) == "not reached"
+    assert verdict(ours, given_up_late, 6.0) == "reached"
+    assert verdict(ours, given_up_early, 6.0).startswith("open")
+    assert verdict(Standing("default", NEVER, 60.0), slow, 6.0).startswith("not reached")
+
+
+def test_the_report_has_every_number():
+    runs = runs_of("mnist", default=[(0.5, 10)] * 3, adam=[(0.9, 30)] * 3)
+    assert "not in 10 s" not in problem_table("mnist", runs)
+    assert "| 6.6 | 6 | reached |" in " ".join(bars_table({"mnist": runs}).split())
+    asked = {
+        "command": "python benchmarks/race.py", "search": 5.0, "race": 10.0, "long": 30.0,
+        "turn": 2.0, "threads": 2, "powers": [], "decays": [],
+    }  # fmt: skip
+    text = report({"mnist": runs}, [asked, asked], {"torch": "2"})
+    assert text.count("python benchmarks/race.py") == 1
+    assert "rate 2^-9, halved every 0.5" in text
+    assert "20 s each" in text
+
+
+def test_the_figure_shows_all_seeds():
+    runs = runs_of("mnist", default=[(0.5, 10), (0.6, 10), (0.7, 8)], adam=[(0.9, 30)] * 3)
+    result = figure.compute({"mnist": runs}, "three seeds")
+    ours = result["panels"][0]["lines"][0]
+    seconds, least, middle, most = ours["points"][-1]
+    assert seconds == 8.0
+    assert (least, middle, most) == pytest.approx((100 * 0.5**8, 100 * 0.6**8, 100 * 0.7**8))
+    assert len(figure.draw(result).axes) == 1
