@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gaussnewton import damping as rules
+from gaussnewton.averaging import update_average
 from gaussnewton.blocks import Block, Inverse, Inversion
 from gaussnewton.compiled import original
 from gaussnewton.errors import FactorisationError, NonFiniteError
@@ -18,6 +19,7 @@ from gaussnewton.estimators.base import check_largest
 from gaussnewton.estimators.eigenvalues import Eigenvalues
 from gaussnewton.explaining import actual, table
 from gaussnewton.foreseen import Foreseen, foreseen_blocks
+from gaussnewton.gram import widened
 from gaussnewton.guarding import GuardedOptimizer
 from gaussnewton.network import Network
 from gaussnewton.observer import Observation
@@ -149,6 +151,7 @@ class GaussNewton(GuardedOptimizer):
                 return
             if self._lost(observations, before, progress):
                 return
+        self._smooth(gradient, progress)
         with self._watch("curvature"):
             fresh = self._estimate(observations, progress)
         if progress.tau == 0:
@@ -244,8 +247,9 @@ class GaussNewton(GuardedOptimizer):
         inverses: dict[str, Inverse],
         progress: Progress,
     ) -> Proposal:
-        """δ̃ = −C̃⁻¹ ∇f, and how much of it the quadratic model wants (appendix B.1, B.2)."""
-        direction = {name: -inverses[name].solve(g).to(g.dtype) for name, g in gradient.items()}
+        """δ̃ = −C̃⁻¹ ḡ, and how much of it the quadratic model wants (appendix B.1, B.2)."""
+        source = self._smoothed(gradient)
+        direction = {name: -inverses[name].solve(g).to(g.dtype) for name, g in source.items()}
         previous = self._previous() if self.step_size.momentum else None
         shift = self._shift(progress.tau)
 
@@ -286,6 +290,35 @@ class GaussNewton(GuardedOptimizer):
         known = {name: s for name, s in scales.items() if s is not None and bool(s.isfinite())}
         return known if len(known) == len(scales) else None
 
+    def _smooth(self, gradient: Matrices, progress: Progress) -> None:
+        """ḡ ← β ḡ + (1 − β) ∇f, of the parameters that had a part in this pass."""
+        if not self.step_size.smooth:
+            return
+        for group in self._observer.theta:
+            for key, part in group.tensors(gradient[group.name]).items():
+                p = group.parameters[key]
+                if p.grad is not None:
+                    mean = self.state[p].get("gradient")
+                    self.state[p]["gradient"] = update_average(
+                        mean, part, progress.t, self.step_size.smooth
+                    )
+
+    def _smoothed(self, gradient: Matrices) -> Matrices:
+        """ḡ of each layer; zero for parameters that had no part in this pass."""
+        if not self.step_size.smooth:
+            return gradient
+        return {
+            group.name: group.matrix(
+                {
+                    key: torch.zeros_like(widened(p))
+                    if p.grad is None
+                    else self.state[p]["gradient"]
+                    for key, p in group.parameters.items()
+                }
+            )
+            for group in self._observer.theta
+        }
+
     def _many_layers(self, passage: Passage) -> bool:
         """Whether calibrating each layer would cost far more than the rest of an update."""
         return isinstance(passage, Network) and len(passage.trained) > self.step_size.layers
@@ -314,6 +347,9 @@ class GaussNewton(GuardedOptimizer):
 
     def _prime(self) -> None:
         super()._prime()
+        if self.step_size.smooth:
+            for p in self._parameters():
+                self.state[p].setdefault("gradient", torch.zeros_like(widened(p.detach())))
         foreseen = self._foreseen()
         for group in self._observer.theta:
             state, like = self._layer_state(group.name), next(iter(group.parameters.values()))

@@ -43,6 +43,9 @@ class StepSize:
     """How far to go along the direction (appendix B.2, and beyond it).
 
     Attributes:
+        smooth: β of the running mean of gradients that the direction is made of. The slope along
+            it is still that of the present batch. 0 takes the present gradient alone. Try 0.7
+            without ``momentum`` for batches of about a thousand; not for full or small ones.
         momentum: solve for the step size and a multiple of the last update together, on the
             quadratic model of the full Gauss-Newton matrix.
         calibrate: scale each layer's direction by a running geometric mean of its own exact
@@ -64,6 +67,7 @@ class StepSize:
         least: so many data of a batch are used in any case, if it has them.
     """
 
+    smooth: float = 0.0
     momentum: bool = True
     calibrate: bool = True
     layers: int = 8

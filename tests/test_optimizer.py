@@ -149,6 +149,58 @@ def test_refuses_a_step_that_raises_the_loss() -> None:
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("smooth", [0.0, 0.7])
+def test_the_direction_is_that_of_the_running_mean_of_gradients(smooth: float) -> None:
+    """Without calibration each layer's update is parallel to C̃⁻¹ ḡ, written out here, and as long
+    as the present batch's slope along it wants."""
+    net, x, y = problem(n=60)
+    optimizer = gn.GaussNewton(
+        net,
+        nn.MSELoss(),
+        curvature="kflr",
+        inversion="exact",
+        damping=gn.Damping(tau=0.2, decay=1.0),
+        step_size=gn.StepSize(smooth=smooth, momentum=False, calibrate=False, share=1.0),
+    )
+    mean = None
+    for t, part in enumerate(torch.arange(60).split(15), start=1):
+        before = [p.detach().clone() for p in net.parameters()]
+        fit(optimizer, x[part], y[part], 1)
+        now = [p.grad.clone() for p in net.parameters()]
+        beta = min(smooth, 1 - 1 / t)
+        mean = [beta * m + (1 - beta) * g for m, g in zip(mean or now, now, strict=True)]
+        update = [p.detach() - q for p, q in zip(net.parameters(), before, strict=True)]
+        direction = []
+        for layer, m in zip(net.layers, zip(mean[::2], mean[1::2], strict=True), strict=True):
+            state = optimizer.state[layer.weight]
+            dense = torch.kron(state["Q"], state["G"])
+            matrix = torch.cat([m[0], m[1][:, None]], 1)
+            damped = dense + 0.2 * torch.eye(len(dense), dtype=torch.float64)
+            solved = -torch.linalg.solve(damped, matrix.T.reshape(-1)).reshape(matrix.T.shape).T
+            direction += [solved[:, :-1], solved[:, -1]]
+        alpha = optimizer.diagnostics["alpha"]
+        slope = sum(float((g * d).sum()) for g, d in zip(now, direction, strict=True))
+        assert alpha * slope == pytest.approx(2 * optimizer.diagnostics["predicted"])
+        for u, d in zip(update, direction, strict=True):
+            assert relative(u, alpha * d) < 1e-8
+
+
+def test_a_layer_that_rests_keeps_its_mean_gradient_and_its_place() -> None:
+    net, x, y = problem()
+    optimizer = gn.GaussNewton(net, nn.MSELoss(), step_size=gn.StepSize(smooth=0.7, momentum=False))
+    fit(optimizer, x, y, 3)
+    resting = list(net.layers[0].parameters())
+    kept = [(p.detach().clone(), optimizer.state[p]["gradient"].clone()) for p in resting]
+    optimizer.zero_grad()
+    optimizer.criterion(net(x), y).backward()
+    for p in resting:
+        p.grad = None
+    optimizer.step()
+    for p, (place, mean) in zip(resting, kept, strict=True):
+        assert torch.equal(p, place)
+        assert torch.equal(optimizer.state[p]["gradient"], mean)
+
+
 def test_factorisations_that_fail_are_mended() -> None:
     """An indefinite factor: more damping helps, and where nothing does the last inverse stays."""
     net, x, y = problem()
