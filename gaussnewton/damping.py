@@ -74,10 +74,7 @@ def adapt_tau(rho: float, progress: Progress, settings: Damping) -> None:
     model is on the batch that it was fitted to.
     """
     omega = settings.decay**settings.tau_interval
-    if progress.noise > NOISY:
-        times = min(progress.noise / NOISY, REFUSAL)
-        _set_tau(progress.tau / omega**times, progress, settings)
-    elif rho < settings.raise_below:
+    if progress.noise > NOISY or rho < settings.raise_below:
         _set_tau(progress.tau / omega, progress, settings)
     elif rho > settings.lower_above and progress.noise < QUIET:
         _set_tau(progress.tau * omega, progress, settings)

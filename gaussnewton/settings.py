@@ -67,15 +67,15 @@ class StepSize:
         least: so many data of a batch are used in any case, if it has them.
     """
 
-    smooth: float = 0.0
+    smooth: float = 0.7
     momentum: bool = True
     calibrate: bool = True
     layers: int = 8
-    calibrate_interval: int = 1
+    calibrate_interval: int = 5
     memory: float = 0.9
     favour: float = 0.5
     most: float = 1.0
-    share: float = 0.8
+    share: float = 0.6
     part: float = 0.25
     least: int = 250
 
@@ -93,8 +93,8 @@ class Refresh:
             lag more behind. The paper has 0.95.
     """
 
-    curvature: int = 2
-    inverse: int = 2
+    curvature: int = 5
+    inverse: int = 5
     early: int = 10
     decay: float = 0.8
     average: float = 0.9
@@ -125,7 +125,7 @@ class Guard:
 PAPER: dict[str, Any] = {
     "curvature": "kfra",
     "damping": Damping(gamma="search", lower_above=0.75, raise_below=0.75, anneal=False),
-    "step_size": StepSize(momentum=False, calibrate=False, share=1.0, part=1.0),
+    "step_size": StepSize(momentum=False, calibrate=False, smooth=0.0, share=1.0, part=1.0),
     "refresh": Refresh(curvature=1, inverse=1, decay=0.9, average=0.95),
     "guard": Guard(refuse=False),
     "largest": None,
