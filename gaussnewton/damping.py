@@ -90,14 +90,27 @@ def note_noise(saved: float, progress: Progress) -> bool:
     return saved > LOST
 
 
-def share_of_step(share: float, progress: Progress) -> float:
+def clearness(progress: Progress, settings: Damping) -> float:
+    """From 0, where batches are noisy, to 1, where steps clearly lead somewhere.
+
+    Where the loss falls so fast that the averaged parameters lag far behind, noise does not matter.
+    """
+    if not settings.anneal:
+        return 0.0
+    return min(max(progress.noise / CLEAR, 0.0), 1.0)
+
+
+def share_of_step(share: float, progress: Progress, settings: Damping) -> float:
     """How much of the quadratic model's step to take: all of it where steps lead somewhere.
 
-    The model is that of one batch, and its minimum fits that batch's noise too. Where the loss
-    still falls so fast that the averaged parameters lag far behind, that does not matter.
+    The model is that of one batch, and its minimum fits that batch's noise too.
     """
-    clear = min(max(progress.noise / CLEAR, 0.0), 1.0)
-    return share + (1 - share) * clear
+    return share + (1 - share) * clearness(progress, settings)
+
+
+def memory_of_gradients(smooth: float, progress: Progress, settings: Damping) -> float:
+    """β of the running mean of gradients: at first everything changes, and old ones mislead."""
+    return 0.0 if progress.t <= settings.tau_interval else smooth
 
 
 def raise_after_refusal(progress: Progress, settings: Damping) -> None:

@@ -73,7 +73,7 @@ class GaussNewton(GuardedOptimizer):
         >>> optimizer = gn.GaussNewton(model, criterion)
         >>> x = torch.randn(64, 4)
         >>> y = x.prod(1, keepdim=True)
-        >>> for _ in range(40):
+        >>> for _ in range(80):
         ...     optimizer.zero_grad()
         ...     loss = criterion(model(x), y)
         ...     loss.backward()
@@ -257,7 +257,10 @@ class GaussNewton(GuardedOptimizer):
             part, least = self.step_size.part, self.step_size.least
             return gauss_newton_gram(observations, layers, others, part, least)
 
-        most, share = self.step_size.most, rules.share_of_step(self.step_size.share, progress)
+        most, share = (
+            self.step_size.most,
+            rules.share_of_step(self.step_size.share, progress, self.damping),
+        )
         passage = observations[0].passage
         if not self.step_size.calibrate or self._many_layers(passage):
             return plain(gradient, direction, previous, gram, shift, share)
@@ -294,14 +297,13 @@ class GaussNewton(GuardedOptimizer):
         """ḡ ← β ḡ + (1 − β) ∇f, of the parameters that had a part in this pass."""
         if not self.step_size.smooth:
             return
+        memory = rules.memory_of_gradients(self.step_size.smooth, progress, self.damping)
         for group in self._observer.theta:
             for key, part in group.tensors(gradient[group.name]).items():
                 p = group.parameters[key]
                 if p.grad is not None:
                     mean = self.state[p].get("gradient")
-                    self.state[p]["gradient"] = update_average(
-                        mean, part, progress.t, self.step_size.smooth
-                    )
+                    self.state[p]["gradient"] = update_average(mean, part, progress.t, memory)
 
     def _smoothed(self, gradient: Matrices) -> Matrices:
         """ḡ of each layer; zero for parameters that had no part in this pass."""

@@ -43,9 +43,10 @@ class StepSize:
     """How far to go along the direction (appendix B.2, and beyond it).
 
     Attributes:
-        smooth: β of the running mean of gradients that the direction is made of. The slope along
-            it is still that of the present batch. 0 takes the present gradient alone. Try 0.7
-            without ``momentum`` for batches of about a thousand; not for full or small ones.
+        smooth: β of the running mean of gradients that the direction is made of, after the first
+            few updates. The slope along it is still that of the present batch, so that the step is
+            not fitted to the noise that it is made of. 0 takes the present gradient alone, which
+            is a little better for full batches.
         momentum: solve for the step size and a multiple of the last update together, on the
             quadratic model of the full Gauss-Newton matrix.
         calibrate: scale each layer's direction by a running geometric mean of its own exact
