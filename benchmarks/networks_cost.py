@@ -131,8 +131,9 @@ class Task:
         return gn.curvature(self.model, self.criterion, (self.x, self.y), method=method)
 
     def input_moments(self) -> None:
-        for calls in self.network.calls.values():
-            shared._input_moment(calls, "expand", WORKSPACE)
+        theta = self.network.record.theta
+        for name, calls in self.network.calls.items():
+            shared._input_moment(theta[name], calls, "expand", WORKSPACE, None)
 
     def vectors_back(self, count: int) -> None:
         step = self.network.rows_at_once(WORKSPACE)

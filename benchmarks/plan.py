@@ -107,8 +107,8 @@ class Setting:
 
 
 SETTINGS = {
-    "defaults": Setting(2, 1.0, 0.25, 5, 4096),
-    "defaults, no limit": Setting(2, 1.0, 0.25, 5, None),
+    "defaults": Setting(5, 1.0, 0.25, 5, 4096),
+    "defaults, no limit": Setting(5, 1.0, 0.25, 5, None),
     "lean": Setting(20, 1 / 16, 1 / 16, 20, 1024),
 }
 
@@ -164,7 +164,7 @@ class Plan:
         return {
             "weights and gradients, bf16": 4 * P,
             "weights, fp32": 4 * P,
-            "averaged weights, last update": 8 * P,
+            "averaged and last weights, mean gradient": 12 * P,
             "factors": self.blocks.bytes,
             "inverses": self.blocks.bytes,
         }

@@ -159,7 +159,7 @@ def test_the_direction_is_that_of_the_running_mean_of_gradients(smooth: float) -
         nn.MSELoss(),
         curvature="kflr",
         inversion="exact",
-        damping=gn.Damping(tau=0.2, decay=1.0),
+        damping=gn.Damping(tau=0.2, decay=1.0, tau_interval=1, anneal=False),
         step_size=gn.StepSize(smooth=smooth, momentum=False, calibrate=False, share=1.0),
     )
     mean = None
@@ -183,6 +183,31 @@ def test_the_direction_is_that_of_the_running_mean_of_gradients(smooth: float) -
         assert alpha * slope == pytest.approx(2 * optimizer.diagnostics["predicted"])
         for u, d in zip(update, direction, strict=True):
             assert relative(u, alpha * d) < 1e-8
+
+
+def test_at_first_old_gradients_do_not_count() -> None:
+    net, x, y = problem(n=60)
+    optimizer = gn.GaussNewton(net, nn.MSELoss(), damping=gn.Damping(tau_interval=3))
+    for t, part in enumerate(torch.arange(60).split(10), start=1):
+        fit(optimizer, x[part], y[part], 1)
+        weight = net.layers[0].weight
+        assert torch.equal(optimizer.state[weight]["gradient"], weight.grad) == (t <= 3)
+
+
+def test_layers_are_looked_at_one_by_one_now_and_then() -> None:
+    """In between the last scales serve: they stay as they are."""
+    net, x, y = problem()
+    optimizer = gn.GaussNewton(
+        net,
+        nn.MSELoss(),
+        step_size=gn.StepSize(calibrate_interval=3),
+        refresh=gn.Refresh(early=2),
+    )
+    looked = []
+    for _ in range(9):
+        fit(optimizer, x, y, 1)
+        looked.append(len(optimizer.diagnostics["scales"]) > 0)
+    assert looked == [True, True, False, True, False, False, True, False, False]
 
 
 def test_a_layer_that_rests_keeps_its_mean_gradient_and_its_place() -> None:

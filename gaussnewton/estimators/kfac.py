@@ -14,7 +14,8 @@ from gaussnewton.chain import Chain
 from gaussnewton.estimators.base import Estimator, Exactness, check_largest
 from gaussnewton.estimators.corrected import chain_blocks
 from gaussnewton.estimators.eigenvalues import Eigenvalues, check_eigenvalues
-from gaussnewton.estimators.shared import Sharing, shared_blocks
+from gaussnewton.estimators.shared import shared_blocks
+from gaussnewton.estimators.sharing import Sharings, check_sharing
 from gaussnewton.network import Network
 from gaussnewton.perdatum import Roots
 from gaussnewton.tape import Record
@@ -58,7 +59,7 @@ class KFAC(Estimator):
         samples: int = 1,
         seed: int = 0,
         workspace: int = 64 * 2**20,
-        sharing: Sharing = "expand",
+        sharing: Sharings = "expand",
         eigenvalues: Eigenvalues = "factored",
         largest: int | None = None,
     ) -> None:
@@ -66,7 +67,8 @@ class KFAC(Estimator):
             raise ValueError(f"KFAC needs at least one sample for each datum, not {samples}")
         self.samples, self.seed, self.workspace = samples, seed, workspace
         check_eigenvalues(eigenvalues)
-        self.sharing: Sharing = sharing
+        check_sharing(sharing)
+        self.sharing: Sharings = sharing
         self.eigenvalues: Eigenvalues = eigenvalues
         check_largest(largest)
         self.largest = largest

@@ -11,7 +11,8 @@ from gaussnewton.chain import Chain
 from gaussnewton.estimators.base import Estimator, Exactness, check_largest
 from gaussnewton.estimators.corrected import chain_blocks
 from gaussnewton.estimators.eigenvalues import Eigenvalues, check_eigenvalues
-from gaussnewton.estimators.shared import Sharing, shared_blocks
+from gaussnewton.estimators.shared import shared_blocks
+from gaussnewton.estimators.sharing import Sharings, check_sharing
 from gaussnewton.network import Network
 
 
@@ -32,7 +33,8 @@ class KFLR(Estimator):
             network that is no chain: the positions of Q, and the vectors on their way back, of
             which one for each datum is the least.
         sharing: how the positions of a datum are taken where a layer uses its weights at many,
-            as a convolution does: "expand" or "reduce".
+            as a convolution does: "expand" or "reduce", or by the names of layers, as
+            ``{"conv1": "reduce"}``, of which the others have "expand".
         eigenvalues: of Kronecker blocks: "factored", the products of those of Q and G; or
             "corrected", in the same eigenvectors the diagonal of the exact block, which makes a
             :class:`~gaussnewton.EigenBlock` as near to it as that basis allows (EKFAC).
@@ -51,7 +53,7 @@ class KFLR(Estimator):
     """
 
     workspace: int = 64 * 2**20
-    sharing: Sharing = "expand"
+    sharing: Sharings = "expand"
     eigenvalues: Eigenvalues = "factored"
     largest: int | None = None
 
@@ -59,6 +61,7 @@ class KFLR(Estimator):
 
     def __post_init__(self) -> None:
         check_eigenvalues(self.eigenvalues)
+        check_sharing(self.sharing)
         check_largest(self.largest)
 
     def estimate(self, chain: Chain) -> Mapping[str, Block]:

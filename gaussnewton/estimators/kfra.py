@@ -18,7 +18,7 @@ from gaussnewton.estimators.base import (
 from gaussnewton.estimators.eigenvalues import Eigenvalues, check_eigenvalues
 from gaussnewton.estimators.expected.blocks import expected_blocks, refuse_unknown
 from gaussnewton.estimators.expected.recursion import expected_matrices
-from gaussnewton.estimators.shared import Sharing
+from gaussnewton.estimators.sharing import Sharings, check_sharing
 from gaussnewton.network import Network
 
 
@@ -58,7 +58,7 @@ class KFRA(Estimator):
         True
     """
 
-    sharing: Sharing = "expand"
+    sharing: Sharings = "expand"
     whole: int = 0
     eigenvalues: Eigenvalues = "factored"
     largest: int | None = None
@@ -67,6 +67,7 @@ class KFRA(Estimator):
 
     def __post_init__(self) -> None:
         check_eigenvalues(self.eigenvalues)
+        check_sharing(self.sharing)
         check_largest(self.largest)
         if self.eigenvalues == "corrected":
             raise ValueError(

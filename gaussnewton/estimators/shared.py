@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,23 +24,13 @@ from gaussnewton.blocks.joining import zero_block
 from gaussnewton.blocks.nearest import nearest_kronecker
 from gaussnewton.estimators.corrected import Gradients, corrected_network
 from gaussnewton.estimators.eigenvalues import Eigenvalues
+from gaussnewton.estimators.sharing import Sharing, Sharings, check_names, sharing_of
 from gaussnewton.gram import gram
 from gaussnewton.layers import MatrixRule, SmallRule, TableRule
 from gaussnewton.network import WORKSPACE, Network, family
 from gaussnewton.parameters import Group
 from gaussnewton.tape import LayerCall
 from gaussnewton.tiles import tiled_each, tiled_gram
-
-Sharing = Literal["expand", "reduce"]
-"""What the positions of a datum are taken for.
-
-"expand": data of their own, so that Q averages over data and positions and G sums over both.
-Exact for a deep linear network whose loss adds up positions, as that of a language model does.
-
-"reduce": parts of one vector: a is averaged over positions and its gradient summed. Exact for a
-deep linear network that averages over positions before the loss, as an image classifier does.
-"""
-
 
 Family = tuple[type, int | None]
 """Calls that add up to one Kronecker product; see :func:`~gaussnewton.network.family`."""
@@ -55,7 +45,7 @@ DENSE = 512
 def shared_blocks(
     network: Network,
     roots: Float[Tensor, "n k d"],
-    sharing: Sharing,
+    sharing: Sharings,
     workspace: int,
     eigenvalues: Eigenvalues = "factored",
     independent: bool = False,
@@ -74,6 +64,7 @@ def shared_blocks(
             so that those of all data may be sent back to a loose parameter at once.
         largest: the width of tiles that wider factors are cut to.
     """
+    check_names(sharing, network.record.theta)
     sums: dict[Key, Tensor] = {}
     loose: dict[str, Tensor] = {}
     parts = roots.transpose(0, 1).split(network.rows_at_once(workspace))
@@ -89,7 +80,7 @@ def shared_blocks(
     result = {
         group.name: DiagonalBlock(loose[group.name].reshape(group.columns, group.rows).T)
         if group.name in loose
-        else _block(network, group, sums, sharing, workspace, largest)
+        else _block(network, group, sums, sharing_of(sharing, group), workspace, largest)
         for group in network.record.theta
     }
     if eigenvalues == "factored":
@@ -101,14 +92,15 @@ def shared_blocks(
 def _moments_back(
     network: Network,
     gradients: Iterable[tuple[LayerCall, Tensor]],
-    sharing: Sharing,
+    sharing: Sharings,
     largest: int | None,
 ) -> Iterator[tuple[Key, Tensor]]:
     """The second moments of what comes back to the calls of each family."""
     gathered: dict[Key, list[Tensor]] = {}
     for call, found in gradients:
         key = call.name, family(call)
-        if sharing == "expand" and isinstance(call.rule, MatrixRule):
+        expand = sharing_of(sharing, network.record.theta[call.name]) == "expand"
+        if expand and isinstance(call.rule, MatrixRule):
             yield key, call.rule.gradient_moment(call.module, found, largest)
         else:  # what is summed over calls before it is squared
             gathered.setdefault(key, []).append(_sorted_rows(call, found))
@@ -118,7 +110,7 @@ def _moments_back(
         if small:
             yield key, _small_moment(group, parts)
         else:
-            yield key, _gradient_moment(parts, sharing, largest)
+            yield key, _gradient_moment(parts, sharing_of(sharing, group), largest)
 
 
 def _add(sums: dict[Any, Tensor], key: Any, term: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from jaxtyping import TypeCheckError
 from torch import Tensor, nn
 
 import gaussnewton as gn
@@ -175,6 +176,41 @@ def test_expand_and_reduce_are_exact_where_they_should_be(sharing) -> None:
         found = gn.curvature(model, criterion, batch, method=gn.KFLR(sharing=kind))
         for name, block in exact.items():
             assert (relative(found[name].dense(), block) < 1e-10) == agrees, (kind, name)
+
+
+class Branches(nn.Module):
+    """One layer whose positions are averaged, and one whose positions are outputs each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.averaged, self.single = nn.Linear(3, 2), nn.Linear(3, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.averaged(x).mean(1), self.single(x).flatten(1)], 1)
+
+
+@pytest.mark.parametrize("estimator", [gn.KFLR, gn.KFRA])
+def test_sharing_is_chosen_layer_by_layer(estimator) -> None:
+    """Each layer is exact in its own setting, and wrong in the other's."""
+    torch.manual_seed(0)
+    model, x = Branches().double(), torch.randn(4, 5, 3).double()
+    batch, criterion = (x, torch.randn(4, 12).double()), nn.MSELoss()
+    exact = gn.exact.gauss_newton_blocks(model, criterion, batch)
+    expected = {
+        "expand": {"averaged": False, "single": True},
+        "reduce": {"averaged": True, "single": False},
+    }
+    for sharing, agrees in (
+        *expected.items(),
+        ({"averaged": "reduce"}, dict.fromkeys(exact, True)),
+    ):
+        found = gn.curvature(model, criterion, batch, method=estimator(sharing=sharing))
+        for name, block in exact.items():
+            assert (relative(found[name].dense(), block) < 1e-10) == agrees[name], (sharing, name)
+    with pytest.raises(ValueError, match=r"sharing is given for 'head'.*'averaged', 'single'"):
+        gn.curvature(model, criterion, batch, method=estimator(sharing={"head": "reduce"}))
+    with pytest.raises((ValueError, TypeCheckError)):
+        estimator(sharing={"averaged": "reduced"})
 
 
 def test_kfac_tends_to_kflr() -> None:

@@ -13,7 +13,8 @@ from gaussnewton.blocks.joining import zero_block
 from gaussnewton.errors import UnsupportedGraphError
 from gaussnewton.estimators.expected.layout import Layout
 from gaussnewton.estimators.expected.recursion import Expected
-from gaussnewton.estimators.shared import DENSE, Sharing, factored_block
+from gaussnewton.estimators.shared import DENSE, factored_block
+from gaussnewton.estimators.sharing import Sharing, Sharings, check_names, sharing_of
 from gaussnewton.gram import widened
 from gaussnewton.layers import ConvolutionRule, LinearRule, NormalisationRule, TableRule
 from gaussnewton.layers.normalisation import BY_ENTRY, normalised
@@ -28,10 +29,11 @@ _KNOWN = (LinearRule, ConvolutionRule, TableRule, NormalisationRule)
 def expected_blocks(
     network: Network,
     found: list[tuple[LayerCall, Expected]],
-    sharing: Sharing,
+    sharing: Sharings,
     largest: int | None = None,
 ) -> dict[str, Block]:
     """One block for each trained layer, of the kind that the other estimators give it."""
+    check_names(sharing, network.record.theta)
     by_name: dict[str, list[tuple[LayerCall, Expected]]] = {}
     for call, expected in found:
         by_name.setdefault(call.name, []).append((call, expected))
@@ -49,10 +51,11 @@ def expected_blocks(
         elif isinstance(own[0][0].rule, NormalisationRule):
             result[group.name] = _normalising_block(group, own)
         else:
-            factors = [_factor(call, expected, sharing) for call, expected in own]
+            way = sharing_of(sharing, group)
+            factors = [_factor(call, expected, way) for call, expected in own]
             G = tiled_each(torch.stack(factors).sum(0), largest)
             calls = [call for call, _ in own]
-            result[group.name] = factored_block(group, calls, G, sharing, largest)
+            result[group.name] = factored_block(group, calls, G, way, largest)
     return result
 
 
