@@ -442,7 +442,7 @@ def test_autocast(dtype: torch.dtype, curvature: str) -> None:
     optimizer = gn.GaussNewton(model, criterion, curvature=curvature)
     x, y = (part.float() for part in batches(1)[0])
     losses = []
-    for _ in range(20):
+    for _ in range(40):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=dtype):
             loss = criterion(model(x), y)
