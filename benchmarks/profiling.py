@@ -143,7 +143,8 @@ def _inside(event: Any, name: str) -> bool:
     """Whether an operation is part of another that is counted."""
     parent = event.cpu_parent
     return parent is not None and (
-        (parent.name.startswith(name) and bool(parent.flops)) or _inside(parent, name)
+        (parent.name.startswith(name) and (bool(parent.flops) or parent.name in LAPACK))
+        or _inside(parent, name)
     )
 
 
