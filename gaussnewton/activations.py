@@ -24,13 +24,13 @@ class Activation:
         saved: what autograd saved, shaped as the function's output.
         slope: f'.
         bend: f''.
-        backward: ``backward(g, saved)`` is g ⊙ f', in place, without f' ever being stored.
+        backward: ``backward(g, saved, out)`` writes g ⊙ f', without f' ever being stored.
     """
 
     saved: Tensor
     slope: Callable[[Tensor], Tensor]
     bend: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def _tanh(node: Any) -> Activation:
@@ -41,7 +41,7 @@ def _tanh(node: Any) -> Activation:
         node._saved_result.detach(),
         slope,
         lambda f: -2 * f * slope(f),
-        lambda g, f: _aten.tanh_backward.grad_input(g, f, grad_input=g),
+        lambda g, f, out: _aten.tanh_backward.grad_input(g, f, grad_input=out),
     )
 
 
@@ -50,7 +50,7 @@ def _sigmoid(node: Any) -> Activation:
         node._saved_result.detach(),
         lambda f: torch.addcmul(f, f, f, value=-1),
         lambda f: f * (1 - f) * (1 - 2 * f),
-        lambda g, f: _aten.sigmoid_backward.grad_input(g, f, grad_input=g),
+        lambda g, f, out: _aten.sigmoid_backward.grad_input(g, f, grad_input=out),
     )
 
 
@@ -59,7 +59,7 @@ def _relu(node: Any) -> Activation:
         node._saved_result.detach(),
         lambda f: (f > 0).to(f.dtype),
         torch.zeros_like,
-        lambda g, f: _aten.threshold_backward.grad_input(g, f, 0, grad_input=g),
+        lambda g, f, out: _aten.threshold_backward.grad_input(g, f, 0, grad_input=out),
     )
 
 
@@ -69,7 +69,9 @@ def _leaky_relu(node: Any) -> Activation:
         node._saved_self.detach(),
         lambda h: torch.where(h > 0, torch.ones_like(h), negative),
         torch.zeros_like,
-        lambda g, h: _aten.leaky_relu_backward.grad_input(g, h, negative, False, grad_input=g),
+        lambda g, h, out: _aten.leaky_relu_backward.grad_input(
+            g, h, negative, False, grad_input=out
+        ),
     )
 
 

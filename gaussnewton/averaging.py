@@ -8,6 +8,17 @@ MEMORY = 0.95
 """β as the paper has it."""
 
 
+def memory_at(t: int, memory: float, last: float) -> float:
+    """β at update t: that of the last share of all updates, and at least ``memory``.
+
+    Example:
+        >>> from gaussnewton.averaging import memory_at
+        >>> [memory_at(t, memory=0.9, last=0.1) for t in (10, 100, 200, 1000)]
+        [0.9, 0.9, 0.95, 0.99]
+    """
+    return memory if last * t <= 1 else max(memory, 1 - 1 / (last * t))
+
+
 def update_average(
     average: Tensor | None, parameter: Tensor, t: int, memory: float = MEMORY
 ) -> Tensor:

@@ -6,6 +6,7 @@ direction. Both are bounded by multiples of where τ started.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -27,7 +28,16 @@ second it rises, above the third the averaged parameters are the place to go on 
 CLEAR = -0.1
 """As much of the loss the averaged parameters lack where steps clearly lead somewhere."""
 
+CLEAR_SHARE = 0.8
+"""How much of a step is taken there. All of it overshoots at first, when curvature changes fast."""
+
 NOISE_MEMORY = 0.7
+
+ALIKE = 0.2
+"""Batches that differ by this share of what a step gains are no more alike than others."""
+
+MUCH = 2.0
+"""A surprise counts for no more than this, so that one odd batch is soon forgotten."""
 
 REFUSAL = 4
 """After a refused step τ rises by as much as in so many ordinary rises."""
@@ -90,22 +100,36 @@ def note_noise(saved: float, progress: Progress) -> bool:
     return saved > LOST
 
 
+def note_surprise(before: float, progress: Progress) -> None:
+    """Take note of how far the loss of a fresh batch is from that of the last one after its step.
+
+    In units of what that step was to change: zero where batches are all the same.
+    """
+    if progress.last_after is None or not progress.last_predicted:
+        return
+    ratio = abs(before - progress.last_after) / abs(progress.last_predicted)
+    past = progress.surprise if math.isfinite(progress.surprise) else ratio
+    progress.surprise = NOISE_MEMORY * past + (1 - NOISE_MEMORY) * min(ratio, MUCH)
+    progress.last_after = None
+
+
 def clearness(progress: Progress, settings: Damping) -> float:
     """From 0, where batches are noisy, to 1, where steps clearly lead somewhere.
 
-    Where the loss falls so fast that the averaged parameters lag far behind, noise does not matter.
+    They do where batches differ by far less than steps gain, as full batches do, and where the
+    loss falls so fast that the averaged parameters lag far behind.
     """
     if not settings.anneal:
         return 0.0
-    return min(max(progress.noise / CLEAR, 0.0), 1.0)
+    return min(max(progress.noise / CLEAR, 1 - progress.surprise / ALIKE, 0.0), 1.0)
 
 
 def share_of_step(share: float, progress: Progress, settings: Damping) -> float:
-    """How much of the quadratic model's step to take: all of it where steps lead somewhere.
+    """How much of the quadratic model's step to take: most of it where steps lead somewhere.
 
     The model is that of one batch, and its minimum fits that batch's noise too.
     """
-    return share + (1 - share) * clearness(progress, settings)
+    return share + max(CLEAR_SHARE - share, 0) * clearness(progress, settings)
 
 
 def memory_of_gradients(smooth: float, progress: Progress, settings: Damping) -> float:

@@ -94,14 +94,20 @@ class GuardedOptimizer(ObservingOptimizer):
             self.state[p].pop("start", None)
         self._diagnostics |= progress.shown()
 
-    def _remember(
-        self, start: Sequence[Tensor], before: float, predicted: float, progress: Progress
-    ) -> None:
+    def _keep_start(self) -> list[Tensor]:
+        """Keep where this step begins, in the place of where the last one did."""
+        for p in self._parameters():
+            start = self.state[p].get("start")
+            if start is None or start.shape != p.shape or start.dtype != p.dtype:
+                self.state[p]["start"] = p.detach().clone()
+            else:
+                start.copy_(p)
+        return [self.state[p]["start"] for p in self._parameters()]
+
+    def _remember(self, before: float, predicted: float, progress: Progress) -> None:
         """What the next step wants to know of this one."""
         progress.look = False
         progress.last_loss, progress.last_predicted = before, predicted
-        for p, value in zip(self._parameters(), start, strict=True):
-            self.state[p]["start"] = value
 
     def _start(self) -> list[Tensor] | None:
         """Where the last step began; None if there was none, or not for all parameters."""

@@ -12,6 +12,7 @@ from gaussnewton.blocks import Block
 from gaussnewton.chain import Chain
 from gaussnewton.estimators import KFAC, KFRA
 from gaussnewton.exact import ConjugateGradientsResult, conjugate_gradients
+from gaussnewton.gradients import Gradient
 from gaussnewton.jacobian import gauss_newton_product
 from gaussnewton.observer import Observation
 from gaussnewton.observing import Matrices, ObservingOptimizer
@@ -94,7 +95,7 @@ class HessianFree(ObservingOptimizer):
     def update(
         self,
         observations: Sequence[Observation],
-        gradient: Matrices,
+        gradient: Gradient,
         before: Tensor,
         progress: Progress,
     ) -> None:
@@ -104,12 +105,13 @@ class HessianFree(ObservingOptimizer):
             size = sum(block.rows * block.columns for block in blocks.values())
             mean = float(torch.stack([b.trace() for b in blocks.values()]).sum()) / size
             progress.tau = progress.first_tau = self.damping * mean
-        g = self._flat(gradient)
+        matrices = dict(gradient)
+        g = self._flat(matrices)
         product = self._product(observations, progress.tau)
         result = conjugate_gradients(
             product,
             -g,
-            x0=self._last_solution(gradient),
+            x0=self._last_solution(matrices),
             preconditioner=self._preconditioner(blocks, progress.tau)
             if self.precondition
             else None,

@@ -123,6 +123,7 @@ class Observer(Tape):
     def take(self) -> list[Observation]:
         """The passes that the present gradient came from; all are forgotten here."""
         taken, self.observations, self._passes, self._current = self.observations, [], [], None
+        self._calls = []  # else they would hold what entered each layer until the next pass
         return taken
 
     def forget(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from gaussnewton.averaging import MEMORY, update_average, without_last
 from gaussnewton.errors import NonFiniteError, RecordError
-from gaussnewton.gram import widened
+from gaussnewton.gradients import Gradient
 from gaussnewton.observer import Observation, Observer
 from gaussnewton.progress import Progress
 from gaussnewton.timing import Stopwatch
@@ -74,7 +74,7 @@ class ObservingOptimizer(Optimizer):
     def update(
         self,
         observations: Sequence[Observation],
-        gradient: Matrices,
+        gradient: Gradient,
         before: Tensor,
         progress: Progress,
     ) -> None:
@@ -151,26 +151,9 @@ class ObservingOptimizer(Optimizer):
             observation.factor = observation.factor / scale.to(observation.factor.device)
         return bool(found_inf)
 
-    def _gradient(self) -> Matrices:
+    def _gradient(self) -> Gradient:
         """∇f of each layer, the penalty's part η θ included."""
-        return {
-            group.name: widened(
-                group.matrix(
-                    {
-                        # As everywhere in torch, without a gradient there is no decay either.
-                        key: torch.zeros_like(p) if p.grad is None else self._slope(p)
-                        for key, p in group.parameters.items()
-                    }
-                )
-            )
-            for group in self._observer.theta
-        }
-
-    def _slope(self, p: nn.Parameter) -> Tensor:
-        """The gradient with respect to one parameter that has one."""
-        assert p.grad is not None
-        eta = self._setting(p, "weight_decay")
-        return p.grad + eta * p if eta else p.grad
+        return Gradient(self._observer.theta, lambda p: self._setting(p, "weight_decay"))
 
     def _objective(self, losses: Sequence[Tensor], observations: Sequence[Observation]) -> Tensor:
         """f: what was differentiated, with the penalty η/2 ‖θ‖²."""
@@ -184,10 +167,9 @@ class ObservingOptimizer(Optimizer):
                 total = total + 0.5 * eta * p.double().square().sum()
         return total
 
-    def _usable(self, before: Tensor, gradient: Matrices) -> bool:
+    def _usable(self, before: Tensor, gradient: Gradient) -> bool:
         """Whether loss and gradient are finite."""
-        sums = torch.stack([before, *(g.sum().double() for g in gradient.values())])
-        return bool(sums.isfinite().all())
+        return bool(before.isfinite() & gradient.finite().to(before.device))
 
     def recover(
         self,
@@ -271,23 +253,21 @@ class ObservingOptimizer(Optimizer):
     def _evaluate(self, observations: Sequence[Observation]) -> Tensor:
         return self._objective([self._observer.evaluate(o) for o in observations], observations)
 
-    @property
-    def _average_memory(self) -> float:
+    def _average_memory(self, t: int) -> float:  # noqa: ARG002
         return MEMORY
 
     def _average(self, progress: Progress) -> None:
+        t, memory = progress.t, self._average_memory(progress.t)
         for p in self._parameters():
             state = self.state[p]
-            state["average"] = update_average(
-                state.get("average"), p, progress.t, self._average_memory
-            )
+            state["average"] = update_average(state.get("average"), p, t, memory)
 
     def _leave_out_of_average(self, t: int) -> None:
         """Undo the average's last update, the one of step t."""
         for p in self._parameters():
             state = self.state[p]
             if "average" in state:
-                earlier = without_last(state.pop("average"), p, t, self._average_memory)
+                earlier = without_last(state.pop("average"), p, t, self._average_memory(t))
                 if earlier is not None:
                     state["average"] = earlier
 
@@ -468,7 +448,7 @@ def check_arguments(model: Any, criterion: Any, lr: float, weight_decay: float) 
             raise ValueError(f"{name} must not be negative, got {value}")
 
 
-def inner(a: Matrices, b: Matrices) -> Tensor:
+def inner(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
     """aᵀ b, over the layers that both have."""
     return torch.stack([dot(a[name], b[name]) for name in b if name in a]).sum()
 

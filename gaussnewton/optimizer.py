@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gaussnewton import damping as rules
-from gaussnewton.averaging import update_average
+from gaussnewton.averaging import memory_at
 from gaussnewton.blocks import Block, Inverse, Inversion
 from gaussnewton.compiled import original
 from gaussnewton.errors import FactorisationError, NonFiniteError
@@ -19,17 +20,20 @@ from gaussnewton.estimators.base import check_largest
 from gaussnewton.estimators.eigenvalues import Eigenvalues
 from gaussnewton.explaining import actual, table
 from gaussnewton.foreseen import Foreseen, foreseen_blocks
+from gaussnewton.gradients import Gradient
 from gaussnewton.gram import widened
 from gaussnewton.guarding import GuardedOptimizer
 from gaussnewton.network import Network
 from gaussnewton.observer import Observation
 from gaussnewton.observing import Matrices, inner
+from gaussnewton.parameters import Group
 from gaussnewton.passage import Passage, refuse_loose
 from gaussnewton.progress import Progress
 from gaussnewton.proposal import Proposal, Shift, calibrated, plain, scaled, squared
 from gaussnewton.quadratic import gauss_newton_gram
 from gaussnewton.running import blocks_of, careful_inverse, store, stored
 from gaussnewton.settings import Damping, Guard, Refresh, StepSize
+from gaussnewton.smoothing import smooth, smoothed
 
 
 class GaussNewton(GuardedOptimizer):
@@ -141,11 +145,12 @@ class GaussNewton(GuardedOptimizer):
     def update(
         self,
         observations: Sequence[Observation],
-        gradient: Matrices,
+        gradient: Gradient,
         before: Tensor,
         progress: Progress,
     ) -> None:
         """One update of the paper's algorithm."""
+        rules.note_surprise(float(before), progress)
         with self._watch("damping"):
             if self._last_step_failed(observations, float(before), progress.t - 1, progress):
                 return
@@ -168,21 +173,22 @@ class GaussNewton(GuardedOptimizer):
 
     def _estimate(self, observations: Sequence[Observation], progress: Progress) -> bool:
         """Running averages of Q and G, when they are due; returns whether they changed."""
-        early = progress.t <= self.refresh.early
-        if not early and (progress.t - 1) % self.refresh.curvature and self._blocks():
+        progress.age += 1
+        if progress.age < self.refresh.interval(progress.t) and self._blocks():
             return False
+        progress.age = 0
         if self.strict:
             for observation in observations:
                 refuse_loose(observation.passage)
+        theta = self._observer.theta
         try:
-            fresh = blocks_of(observations, self._chosen_estimator(observations[0]))
+            for name, fresh in blocks_of(observations, self._chosen_estimator(observations[0])):
+                store(self._layer_state(name), theta[name], fresh, self.refresh.decay)
         except NonFiniteError:  # the loss is finite, but something behind it is not
             progress.mended += 1
             if not self._blocks():
                 raise
             return False
-        for group in self._observer.theta:
-            store(self._layer_state(group.name), group, fresh[group.name], self.refresh.decay)
         return True
 
     def _blocks(self) -> dict[str, Block]:
@@ -196,7 +202,8 @@ class GaussNewton(GuardedOptimizer):
         return blocks
 
     def _invert_if_due(self, fresh: bool, progress: Progress) -> None:
-        if fresh or (progress.t - 1) % self.refresh.inverse == 0:
+        due = progress.age % self.refresh.inverse == 0 and progress.gamma != progress.inverted_with
+        if fresh or due:
             self._invert(progress)
         elif not self._inverses:  # a loaded or copied optimiser goes on as it was
             self._inverses = self._inverses_with(progress.inverted_with, progress)
@@ -205,27 +212,23 @@ class GaussNewton(GuardedOptimizer):
         self._invert(progress)
 
     def _invert(self, progress: Progress) -> None:
-        self._inverses = self._inverses_with(progress.gamma, progress)
+        for name, inverse in self._each_inverse(progress.gamma, progress):
+            self._inverses[name] = inverse  # one by one, so that few are there twice
         progress.inverted_with = progress.gamma
 
     def _inverses_with(self, gamma: float, progress: Progress) -> dict[str, Inverse]:
         """C̃⁻¹ with k = γ + η added to each block."""
-        return {
-            name: careful_inverse(
-                name,
-                block,
-                gamma + self._eta(name),
-                self.inversion,
-                self._inverses.get(name),
-                progress,
-            )
-            for name, block in self._blocks().items()
-        }
+        return dict(self._each_inverse(gamma, progress))
+
+    def _each_inverse(self, gamma: float, progress: Progress) -> Iterator[tuple[str, Inverse]]:
+        for name, block in self._blocks().items():
+            damping, last = gamma + self._eta(name), self._inverses.get(name)
+            yield name, careful_inverse(name, block, damping, self.inversion, last, progress)
 
     # Direction and step size
 
     def _choose(
-        self, observations: Sequence[Observation], gradient: Matrices, progress: Progress
+        self, observations: Sequence[Observation], gradient: Gradient, progress: Progress
     ) -> Proposal:
         """The step to take, with the best γ of three where that is due (appendix B.3)."""
         search = self.damping.gamma == "search" and progress.t % self.damping.gamma_interval == 0
@@ -243,13 +246,16 @@ class GaussNewton(GuardedOptimizer):
     def _propose(
         self,
         observations: Sequence[Observation],
-        gradient: Matrices,
+        gradient: Gradient,
         inverses: dict[str, Inverse],
         progress: Progress,
     ) -> Proposal:
         """δ̃ = −C̃⁻¹ ḡ, and how much of it the quadratic model wants (appendix B.1, B.2)."""
-        source = self._smoothed(gradient)
-        direction = {name: -inverses[name].solve(g).to(g.dtype) for name, g in source.items()}
+        direction = {
+            group.name: inverses[group.name].solve(source).to(source.dtype).neg_()
+            for group in self._observer.theta
+            for source in [self._source(group, gradient)]
+        }
         previous = self._previous() if self.step_size.momentum else None
         shift = self._shift(progress.tau)
 
@@ -264,7 +270,7 @@ class GaussNewton(GuardedOptimizer):
         passage = observations[0].passage
         if not self.step_size.calibrate or self._many_layers(passage):
             return plain(gradient, direction, previous, gram, shift, share)
-        if (scales := self._known_scales(progress)) is not None:
+        if progress.age and (scales := self._known_scales()) is not None:
             direction = scaled(direction, scales)
             return plain(gradient, direction, previous, gram, shift, share, most)
         names = passage.trained
@@ -275,17 +281,14 @@ class GaussNewton(GuardedOptimizer):
             gram,
             shift,
             names,
-            self._blend,
+            partial(self._blend, self.step_size.memory ** self.refresh.interval(progress.t)),
             most,
             share,
             self.step_size.favour,
         )
 
-    def _known_scales(self, progress: Progress) -> dict[str, Tensor] | None:
-        """Each layer's scale, where it need not be looked at in this update."""
-        early = progress.t <= self.refresh.early
-        if early or (progress.t - 1) % self.step_size.calibrate_interval == 0:
-            return None
+    def _known_scales(self) -> dict[str, Tensor] | None:
+        """Each layer's scale, where all of them are known."""
         scales = {
             group.name: self._layer_state(group.name).get("log_scale")
             for group in self._observer.theta
@@ -293,33 +296,20 @@ class GaussNewton(GuardedOptimizer):
         known = {name: s for name, s in scales.items() if s is not None and bool(s.isfinite())}
         return known if len(known) == len(scales) else None
 
-    def _smooth(self, gradient: Matrices, progress: Progress) -> None:
-        """ḡ ← β ḡ + (1 − β) ∇f, of the parameters that had a part in this pass."""
+    def _smooth(self, gradient: Gradient, progress: Progress) -> None:
+        """Take ∇f into the running means ḡ."""
         if not self.step_size.smooth:
             return
         memory = rules.memory_of_gradients(self.step_size.smooth, progress, self.damping)
         for group in self._observer.theta:
-            for key, part in group.tensors(gradient[group.name]).items():
-                p = group.parameters[key]
-                if p.grad is not None:
-                    mean = self.state[p].get("gradient")
-                    self.state[p]["gradient"] = update_average(mean, part, progress.t, memory)
+            state, fresh = self._layer_state(group.name), gradient.parts(group)
+            smooth(state, group, fresh, progress.t, memory)
 
-    def _smoothed(self, gradient: Matrices) -> Matrices:
-        """ḡ of each layer; zero for parameters that had no part in this pass."""
+    def _source(self, group: Group, gradient: Gradient) -> Tensor:
+        """What the direction of a layer is made of: ḡ, or ∇f itself."""
         if not self.step_size.smooth:
-            return gradient
-        return {
-            group.name: group.matrix(
-                {
-                    key: torch.zeros_like(widened(p))
-                    if p.grad is None
-                    else self.state[p]["gradient"]
-                    for key, p in group.parameters.items()
-                }
-            )
-            for group in self._observer.theta
-        }
+            return gradient[group.name]
+        return smoothed(self._layer_state(group.name), group, gradient.parts(group))
 
     def _many_layers(self, passage: Passage) -> bool:
         """Whether calibrating each layer would cost far more than the rest of an update."""
@@ -343,18 +333,17 @@ class GaussNewton(GuardedOptimizer):
             )
         return result
 
-    @property
-    def _average_memory(self) -> float:
-        return self.refresh.average
+    def _average_memory(self, t: int) -> float:
+        return memory_at(t, self.refresh.average, self.refresh.last)
 
     def _prime(self) -> None:
         super()._prime()
-        if self.step_size.smooth:
-            for p in self._parameters():
-                self.state[p].setdefault("gradient", torch.zeros_like(widened(p.detach())))
         foreseen = self._foreseen()
         for group in self._observer.theta:
             state, like = self._layer_state(group.name), next(iter(group.parameters.values()))
+            if self.step_size.smooth:
+                wide = widened(like.detach())
+                state.setdefault("gradient", wide.new_zeros(group.rows, group.columns))
             if "estimates" not in state:
                 for key, part in foreseen[group.name].block.numbers().items():
                     state[key] = torch.zeros_like(part, device=like.device)
@@ -363,11 +352,10 @@ class GaussNewton(GuardedOptimizer):
                 empty = like.new_full((), math.nan, dtype=torch.float64)
                 state.setdefault("log_scale", empty)
 
-    def _blend(self, name: str, own: Tensor) -> Tensor:
+    def _blend(self, memory: float, name: str, own: Tensor) -> Tensor:
         """The running geometric mean of a layer's own step size, as a logarithm."""
         past = self._layer_state(name).get("log_scale", own).to(own)
         past = past.where(past.isfinite(), own)
-        memory = self.step_size.memory**self.step_size.calibrate_interval
         blended = past + (1 - memory) * (own - past)
         # A layer without a gradient says nothing, and must not spoil the others.
         return blended.where(own.isfinite(), past).nan_to_num(0.0, 0.0, 0.0)
@@ -377,7 +365,7 @@ class GaussNewton(GuardedOptimizer):
     def _find_damping(
         self,
         observations: Sequence[Observation],
-        gradient: Matrices,
+        gradient: Gradient,
         before: Tensor,
         progress: Progress,
     ) -> None:
@@ -406,7 +394,7 @@ class GaussNewton(GuardedOptimizer):
     def _take(
         self,
         observations: Sequence[Observation],
-        gradient: Matrices,
+        gradient: Gradient,
         proposal: Proposal,
         before: Tensor,
         progress: Progress,
@@ -416,7 +404,7 @@ class GaussNewton(GuardedOptimizer):
         predicted = self._predicted(observations, proposal, step, gradient, progress.tau)
         rho, actual, kept = None, None, True
         due = progress.t % self.damping.tau_interval == 0 or progress.look
-        start = self._snapshot()
+        start = self._keep_start()
         if not math.isfinite(float(predicted)):
             kept = False
         elif due and abs(float(predicted)) > self._resolution(observations, progress):
@@ -427,6 +415,7 @@ class GaussNewton(GuardedOptimizer):
                 self._restore(start)
                 raise
             rho = float(actual / predicted)
+            progress.last_after = float(before + actual)
             kept = not self.guard.refuse or rho >= -self.guard.tolerance
             if kept:
                 rules.adapt_tau(rho, progress, self.damping)
@@ -435,10 +424,11 @@ class GaussNewton(GuardedOptimizer):
         else:
             self._move(step)
         if kept:
-            self._remember(start, float(before), float(predicted), progress)
+            self._remember(float(before), float(predicted), progress)
             for name, scale in proposal.scales.items():
                 self._layer_state(name)["log_scale"] = scale
         else:
+            progress.last_after = None
             self._refuse(progress)
         self._diagnose(proposal, before, predicted, actual, rho, progress)
 
@@ -447,7 +437,7 @@ class GaussNewton(GuardedOptimizer):
         observations: Sequence[Observation],
         proposal: Proposal,
         step: Matrices,
-        gradient: Matrices,
+        gradient: Gradient,
         tau: float,
     ) -> Tensor:
         """What the quadratic model says of the step as it is taken, learning rates included."""

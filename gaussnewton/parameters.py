@@ -76,12 +76,13 @@ class Group:
 
     def tensors(self, matrix: Float[Tensor, "rows columns"]) -> dict[str, Tensor]:
         """Take ``[W | b]`` apart again; the inverse of :meth:`matrix`."""
+        parts = self.parts(matrix)
+        return {key: parts[key].reshape(p.shape) for key, p in self.parameters.items()}
+
+    def parts(self, matrix: Float[Tensor, "rows columns"]) -> dict[str, Float[Tensor, "rows _"]]:
+        """Where each parameter lies in ``[W | b]``, as views of its columns."""
         widths = [p.numel() // self.rows for p in self.parameters.values()]
-        parts = matrix.split(widths, dim=1)
-        return {
-            key: part.reshape(p.shape)
-            for (key, p), part in zip(self.parameters.items(), parts, strict=True)
-        }
+        return dict(zip(self.parameters, matrix.split(widths, dim=1), strict=True))
 
 
 class Theta:

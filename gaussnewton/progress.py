@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,8 +21,13 @@ class Progress:
         skipped_in_a_row: those since the last good step.
         refused: steps taken back.
         mended: factorisations that failed at first, and estimates that were not finite.
+        age: updates since the last estimate of curvature.
         look: whether the next step's ρ is looked at out of turn.
         noise: how much of the loss the averaged parameters save, a running mean.
+        surprise: how far the loss of a fresh batch is from that of the last one, in units of what
+            a step was to change, a running mean; 0 where batches are all the same, ∞ where
+            nothing is known of them.
+        last_after: f after the last step, on its own batch, if it was looked at.
         greatest_loss: the greatest |f| so far, on which rounding is measured.
         last_loss: f before the last step.
         last_predicted: what the last step was to change of it; zero if it is not to be judged.
@@ -36,15 +42,18 @@ class Progress:
     skipped_in_a_row: int = 0
     refused: int = 0
     mended: int = 0
+    age: int = 0
     look: bool = False
     noise: float = 0.0
+    surprise: float = math.inf
+    last_after: float | None = None
     greatest_loss: float = 0.0
     last_loss: float = 0.0
     last_predicted: float = 0.0
 
     def shown(self) -> dict[str, Any]:
         """What a user may want to see of it."""
-        names = ("t", "tau", "gamma", "noise", "refused", "skipped", "mended")
+        names = ("t", "tau", "gamma", "noise", "surprise", "refused", "skipped", "mended")
         return {name: getattr(self, name) for name in names}
 
     def as_dict(self) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class Proposal:
 
 
 def plain(
-    gradient: Matrices,
+    gradient: Mapping[str, Tensor],
     direction: Matrices,
     previous: Matrices | None,
     gram: Gram,
@@ -55,7 +55,7 @@ def plain(
 
     Args:
         gradient: ∇f.
-        direction: δ̃ = −C̃⁻¹ ∇f.
+        direction: δ̃ = −C̃⁻¹ ∇f; the step is written over it.
         previous: the last update.
         gram: of the full Gauss-Newton matrix.
         shift: τ + η of each layer, or of each of its parameters.
@@ -63,7 +63,7 @@ def plain(
         most: neither coefficient may be greater.
     """
     spans = [direction] if previous is None else [direction, previous]
-    together = {name: torch.stack([d[name] for d in spans]) for name in direction}
+    together = {name: _stacked([d[name] for d in spans]) for name in direction}
     M = gram(None, together) + _shifted(spans, shift)
     model = Quadratic(M, torch.stack([inner(gradient, d) for d in spans]))
     c = share * model.minimum(most)
@@ -76,7 +76,7 @@ def scaled(direction: Matrices, scales: Mapping[str, Tensor]) -> Matrices:
 
 
 def calibrated(
-    gradient: Matrices,
+    gradient: Mapping[str, Tensor],
     direction: Matrices,
     previous: Matrices | None,
     gram: Gram,
@@ -123,7 +123,9 @@ def calibrated(
     lengths = dict(zip(names, c[0] * scales.exp(), strict=True))
     last = {} if previous is None else {name: [part] for name, part in previous.items()}
     update = {
-        name: _added(direction[name] * length.to(direction[name].dtype), c[1:], last.get(name, []))
+        name: _added(
+            direction[name].mul_(length.to(direction[name].dtype)), c[1:], last.get(name, [])
+        )
         for name, length in lengths.items()
     }
     return Proposal(update, model, c, dict(zip(names, scales, strict=True)))
@@ -144,10 +146,14 @@ def own_scales(
     return (-b / M).log() + favour * (gains / gains.nanmean()).log()
 
 
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(list(parts))
+
+
 def combine(c: Tensor, spans: Sequence[Matrices]) -> Matrices:
-    """Σ c_i d_i."""
+    """Σ c_i d_i, in place of the first of them."""
     return {
-        name: _added(first * c[0].to(first.dtype), c[1:], [d[name] for d in spans[1:]])
+        name: _added(first.mul_(c[0].to(first.dtype)), c[1:], [d[name] for d in spans[1:]])
         for name, first in spans[0].items()
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gaussnewton.blocks import Block, Inverse, Inversion
@@ -14,14 +14,27 @@ from gaussnewton.parameters import Group
 from gaussnewton.progress import Progress
 
 
-def blocks_of(observations: Sequence[Observation], estimator: Estimator) -> dict[str, Block]:
-    """The blocks of f, of all observed passes together."""
+def blocks_of(
+    observations: Sequence[Observation], estimator: Estimator
+) -> Iterator[tuple[str, Block]]:
+    """The blocks of f, of all observed passes together; of a single pass one after the other."""
+    if len(observations) > 1:
+        yield from _merged_blocks(observations, estimator).items()
+        return
+    (observation,) = observations
+    assert observation.factor is not None
+    factor = float(observation.factor)
+    for name, block in estimator.each(observation.passage):
+        yield name, block if factor == 1 else block.scaled(factor)
+
+
+def _merged_blocks(observations: Sequence[Observation], estimator: Estimator) -> dict[str, Block]:
     result: dict[str, Block] = {}
     data = 0
     for observation in observations:
         assert observation.factor is not None
         factor, count = float(observation.factor), observation.record.data
-        for name, block in estimator.of(observation.passage).items():
+        for name, block in estimator.each(observation.passage):
             if name in result:
                 result[name] = merged(result[name], block, (data, count), (1.0, factor))
             else:
@@ -53,7 +66,7 @@ def store(state: dict[str, Any], group: Group, fresh: Block, decay: float) -> No
         return
     if past is not None and _alike(past, fresh) and bool(past.trace()):
         count = state["estimates"] + 1
-        fresh = past.average(fresh, min(decay, 1 - 1 / count))
+        fresh = past.absorb(fresh, min(decay, 1 - 1 / count))
     for key in NUMBERS & state.keys():
         del state[key]
     state.update(fresh.numbers(), estimates=count)

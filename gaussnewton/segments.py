@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -53,7 +52,10 @@ class Segment(ABC):
 
     @abstractmethod
     def push(self, rows: Float[Tensor, "k n d"], part: slice) -> Float[Tensor, "k n e"]:
-        """J_n r_n: k tangents of each datum of a part of the batch on their way forward."""
+        """J_n r_n: k tangents of each datum of a part of the batch on their way forward.
+
+        They may be overwritten.
+        """
 
     @abstractmethod
     def pull_hessian(
@@ -131,7 +133,7 @@ class Known(Elementwise):
         self.activation = activation
         self.saved = activation.saved.reshape(data, -1)
 
-    @cached_property
+    @property
     def slope(self) -> Float[Tensor, "n d"]:  # type: ignore[override]
         """f'(h)."""
         return widened(self.activation.slope(self.saved))
@@ -141,9 +143,21 @@ class Known(Elementwise):
 
     def pull(self, matrices: PerDatum, part: slice) -> PerDatum:
         if isinstance(matrices, Roots) and matrices.rows.dtype == self.saved.dtype:
-            saved = self.saved[part].unsqueeze(1)
-            return Roots(self.activation.backward(matrices.rows, saved.expand_as(matrices.rows)))
+            rows, saved = matrices.rows, self.saved[part].unsqueeze(1)
+            return Roots(self.activation.backward(rows, saved.expand_as(rows), rows))
         return super().pull(matrices, part)
+
+    # Slopes are not kept: those of all layers are as many numbers as the activations.
+
+    def pull_rows(self, rows: Float[Tensor, "n e"]) -> Float[Tensor, "n d"]:
+        if rows.dtype != self.saved.dtype:
+            return super().pull_rows(rows)
+        return self.activation.backward(rows, self.saved, torch.empty_like(rows))
+
+    def push(self, rows: Float[Tensor, "k n d"], part: slice) -> Float[Tensor, "k n e"]:
+        if rows.dtype != self.saved.dtype:
+            return super().push(rows, part)
+        return self.activation.backward(rows, self.saved[part].expand_as(rows), rows)
 
 
 class General(Segment):

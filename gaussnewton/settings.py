@@ -48,14 +48,14 @@ class StepSize:
             not fitted to the noise that it is made of. 0 takes the present gradient alone, which
             is a little better for full batches.
         momentum: solve for the step size and a multiple of the last update together, on the
-            quadratic model of the full Gauss-Newton matrix.
+            quadratic model of the full Gauss-Newton matrix. It takes a second J·v in each update,
+            and with ``smooth`` it gains little.
         calibrate: scale each layer's direction by a running geometric mean of its own exact
             step size first. One scalar cannot mend a block-diagonal step.
         layers: so many layers at most are calibrated in a network that is no chain. There each
             of them needs a product with the Jacobian of its own, while a chain has them all in one
             pass; with more layers the direction is scaled as a whole.
-        calibrate_interval: updates between two such looks at each layer, after the first few; it
-            is the dearest part of a step size. In between there is one scale for all.
+            It is looked at where curvature is fresh; in between there is one scale for all.
         memory: of that running mean, by update.
         favour: layers that gain more by themselves go further than others, by this power of what
             they gain. All layers move at once, and much of what they gain is the same.
@@ -63,20 +63,20 @@ class StepSize:
             small batches ask for more, and it is their noise that does.
         share: how much of the quadratic model's step is taken where batches are noisy: the model
             is that of one batch, and its minimum fits that batch's noise too. Where the averaged
-            parameters lag far behind, all of it is taken (with ``Damping.anneal``).
+            parameters lag far behind, or batches are all alike, four fifths are (with
+            ``Damping.anneal``).
         part: the share of a batch on which the quadratic model is evaluated.
         least: so many data of a batch are used in any case, if it has them.
     """
 
     smooth: float = 0.7
-    momentum: bool = True
+    momentum: bool = False
     calibrate: bool = True
     layers: int = 8
-    calibrate_interval: int = 5
     memory: float = 0.9
     favour: float = 0.5
     most: float = 1.0
-    share: float = 0.6
+    share: float = 0.4
     part: float = 0.25
     least: int = 250
 
@@ -87,18 +87,32 @@ class Refresh:
 
     Attributes:
         curvature: updates between two estimates. 1 is freshest, and costs most.
-        inverse: the most updates between two inversions; every new estimate is inverted.
+        growth: later there are so many updates between two of them for each update so far: 0.05 is
+            20 of them at update 400; ten times ``curvature`` at most. Curvature changes more
+            slowly as training goes on. 0 keeps to ``curvature``.
+        inverse: the most updates between two inversions; every new estimate is inverted. Where
+            neither curvature nor damping has changed nothing is.
         early: so many updates at the start have fresh curvature each: it changes fastest there.
         decay: of the running averages of Q and G; 0 takes the latest only.
         average: β of the averaged parameters (appendix B.4). Nearer to 1 they are smoother, and
             lag more behind. The paper has 0.95.
+        last: later they are the mean over about this share of all updates so far. 0 keeps to
+            ``average``.
     """
 
     curvature: int = 5
+    growth: float = 0.05
     inverse: int = 5
     early: int = 10
     decay: float = 0.8
     average: float = 0.9
+    last: float = 0.1
+
+    def interval(self, t: int) -> int:
+        """Updates between two estimates at update t."""
+        if t <= self.early:
+            return 1
+        return max(self.curvature, min(int(self.growth * t), 10 * self.curvature))
 
 
 @dataclass(frozen=True)
@@ -127,7 +141,7 @@ PAPER: dict[str, Any] = {
     "curvature": "kfra",
     "damping": Damping(gamma="search", lower_above=0.75, raise_below=0.75, anneal=False),
     "step_size": StepSize(momentum=False, calibrate=False, smooth=0.0, share=1.0, part=1.0),
-    "refresh": Refresh(curvature=1, inverse=1, decay=0.9, average=0.95),
+    "refresh": Refresh(curvature=1, growth=0.0, inverse=1, decay=0.9, average=0.95, last=0.0),
     "guard": Guard(refuse=False),
     "largest": None,
 }

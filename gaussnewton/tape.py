@@ -89,14 +89,15 @@ class Record:
     def wide(self) -> tuple[Tensor, Any]:
         """Outputs without their graph, and targets, in one dtype of float32 or wider."""
         outputs = widened(self.outputs.detach())
+        return outputs, _cast(self.targets, outputs.dtype)
 
-        def cast(part: Any) -> Any:
-            if isinstance(part, tuple):
-                return tuple(cast(p) for p in part)
-            is_float = isinstance(part, Tensor) and part.is_floating_point()
-            return part.to(outputs.dtype) if is_float else part
 
-        return outputs, cast(self.targets)
+def _cast(part: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors, perhaps within tuples, in another dtype."""
+    if isinstance(part, tuple):
+        return tuple(_cast(p, dtype) for p in part)
+    is_float = isinstance(part, Tensor) and part.is_floating_point()
+    return part.to(dtype) if is_float else part
 
 
 class Tape:

@@ -51,7 +51,7 @@ def test_preconditioned_iterations_find_the_same_solution() -> None:
     optimizer = gn.HessianFree(net, criterion)
     criterion(net(x), y).backward()
     observations = optimizer._observer.take()
-    g = optimizer._flat(optimizer._gradient()).detach()
+    g = optimizer._flat(dict(optimizer._gradient())).detach()
     product, blocks = optimizer._product(observations, 0.1), optimizer._blocks(observations)
     plain, other = (
         gn.exact.conjugate_gradients(product, g, preconditioner=p, tolerance=1e-12)

@@ -44,6 +44,11 @@ def matrices() -> dict[str, Tensor]:
     return {name: torch.randn(*shape).double() for name, shape in SHAPES.items()}
 
 
+def copies(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A step is written over its direction."""
+    return {name: part.clone() for name, part in parts.items()}
+
+
 def downhill(gradient: dict[str, Tensor]) -> dict[str, Tensor]:
     """Directions that lower the loss, some more than others."""
     return {name: -(0.5 + torch.rand_like(g)) * g for name, g in gradient.items()}
@@ -62,7 +67,8 @@ def test_calibrated_step_is_the_one_written_out(favour: float, momentum: bool) -
         return own
 
     proposal = calibrated(
-        gradient, direction, previous, dense.gram, SHIFT, list(SHAPES), blend, 1e9, 0.7, favour
+        gradient, copies(direction), previous, dense.gram, SHIFT, list(SHAPES), blend, 1e9, 0.7,
+        favour,
     )  # fmt: skip
     C, g = dense.shifted(), dense.vector(gradient)
     lengths, gains = {}, {}
@@ -91,7 +97,7 @@ def test_known_scales_give_the_same_step() -> None:
         name: torch.tensor(s).double() for name, s in zip(SHAPES, (0.1, -0.4, 0.7), strict=True)
     }
     looked = calibrated(
-        gradient, direction, previous, dense.gram, SHIFT, list(SHAPES),
+        gradient, copies(direction), previous, dense.gram, SHIFT, list(SHAPES),
         lambda name, _: kept[name], 1.0, 0.8, 0.5,
     )  # fmt: skip
     other = plain(

@@ -83,6 +83,10 @@ class Block(ABC):
     def average(self, newer: Any, decay: float) -> Block:
         """The running average decay · self + (1 − decay) · newer."""
 
+    def absorb(self, newer: Any, decay: float) -> Block:
+        """The same, in the tensors of this block where that is possible: it is not to be used."""
+        return self.average(newer, decay)
+
     @abstractmethod
     def merge(self, other: Any, data: tuple[int, int], shares: tuple[float, float]) -> Block:
         """The block of two batches together.

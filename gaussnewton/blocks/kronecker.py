@@ -104,6 +104,11 @@ class KroneckerBlock(Block):
             newer.G.lerp(self.G, decay),
         )
 
+    def absorb(self, newer: KroneckerBlock, decay: float) -> KroneckerBlock:
+        self.Q.lerp_(newer.Q, 1 - decay)
+        self.G.lerp_(newer.G, 1 - decay)
+        return self
+
     def merge(
         self, other: KroneckerBlock, data: tuple[int, int], shares: tuple[float, float]
     ) -> KroneckerBlock:

@@ -108,6 +108,11 @@ class TiledBlock(Block):
     def average(self, newer: TiledBlock, decay: float) -> TiledBlock:
         return TiledBlock(newer.Q.lerp(self.Q, decay), newer.G.lerp(self.G, decay))
 
+    def absorb(self, newer: TiledBlock, decay: float) -> TiledBlock:
+        self.Q.lerp_(newer.Q, 1 - decay)
+        self.G.lerp_(newer.G, 1 - decay)
+        return self
+
     def merge(
         self, other: TiledBlock, data: tuple[int, int], shares: tuple[float, float]
     ) -> TiledBlock:

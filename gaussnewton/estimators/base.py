@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -46,17 +46,39 @@ class Estimator(ABC):
 
     def of(self, passage: Passage) -> Mapping[str, Block]:
         """The same, where the structure of layers is known already."""
-        with torch.autocast(passage.record.outputs.device.type, enabled=False):
-            if isinstance(passage, Chain):
-                blocks = self.estimate(passage)
-            else:
-                blocks = self.estimate_network(passage)
-        check_finite_blocks(blocks)
-        return {name: bounded(block, self.largest) for name, block in blocks.items()}
+        found = dict(self.each(passage))
+        return {name: found[name] for name in passage.record.theta.groups if name in found}
+
+    def each(self, passage: Passage) -> Iterator[tuple[str, Block]]:
+        """The same one by one, in any order, so that whoever uses them needs not hold them all."""
+        remaining = self._estimated(passage)
+        while True:
+            with torch.autocast(passage.record.outputs.device.type, enabled=False):
+                pair = next(remaining, None)
+            if pair is None:
+                return
+            name, block = pair
+            check_finite_blocks({name: block})
+            yield name, bounded(block, self.largest)
+            del pair, block
+
+    def _estimated(self, passage: Passage) -> Iterator[tuple[str, Block]]:
+        """The blocks as they are found, not looked at yet."""
+        if isinstance(passage, Chain):
+            found = self.estimate(passage)
+        else:
+            found = self.estimate_network(passage)
+        if not isinstance(found, Mapping):
+            yield from found
+            return
+        blocks = dict(found)
+        del found
+        while blocks:
+            yield blocks.popitem()
 
     @abstractmethod
-    def estimate(self, chain: Chain) -> Mapping[str, Block]:
-        """The blocks of a chain of layers."""
+    def estimate(self, chain: Chain) -> Mapping[str, Block] | Iterator[tuple[str, Block]]:
+        """The blocks of a chain of layers, all together or one after the other."""
 
     def estimate_network(self, network: Network) -> Mapping[str, Block]:
         """The blocks of any other graph of layers; not every estimator can."""
@@ -75,11 +97,17 @@ def kronecker_blocks(
     Where there is a limit, G comes in tiles of it, and Q is made so.
     """
     links = {link.call.name: link for link in chain if link.trained}
+    return {
+        name: kronecker_block(links[name], G[name], largest) for name in chain.record.theta.groups
+    }
 
-    def moment(link: Link) -> Tensor:
-        return link.rule.input_moment(link.call.module, link.call.unspoiled_input(), largest)
 
-    return {name: of_factors(moment(links[name]), G[name]) for name in chain.record.theta.groups}
+def kronecker_block(
+    link: Link, G: Float[Tensor, "d b"], largest: int | None = None
+) -> KroneckerBlock | TiledBlock:
+    """The same of one layer."""
+    call = link.call
+    return of_factors(link.rule.input_moment(call.module, call.unspoiled_input(), largest), G)
 
 
 def check_largest(largest: int | None) -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from gaussnewton.blocks import Block, KroneckerBlock, TiledBlock
+from gaussnewton.blocks import Block
 from gaussnewton.chain import Chain
 from gaussnewton.estimators.base import (
     Estimator,
     Exactness,
     check_largest,
-    kronecker_blocks,
+    kronecker_block,
 )
 from gaussnewton.estimators.eigenvalues import Eigenvalues, check_eigenvalues
 from gaussnewton.estimators.expected.blocks import expected_blocks, refuse_unknown
@@ -76,15 +75,15 @@ class KFRA(Estimator):
                 "gn.KFAC(eigenvalues='corrected')."
             )
 
-    def estimate(self, chain: Chain) -> dict[str, KroneckerBlock | TiledBlock]:
+    def estimate(self, chain: Chain) -> Iterator[tuple[str, Block]]:
+        """Ĝ_λ from the last layer to the first, each joined with its Q on the way."""
         matrix = chain.record.geometry.hessian(*chain.record.wide).tiled_total(self.largest)
-        G: dict[str, Tensor] = {}
         for link in chain:
             matrix = link.segment.pull_expected(matrix, self.largest)
-            G[link.call.name] = matrix
+            if link.trained:
+                yield link.call.name, kronecker_block(link, matrix, self.largest)
             if link is not chain.links[-1]:
                 matrix = link.rule.pull_expected(link.call.module, matrix, self.largest)
-        return kronecker_blocks(chain, G, self.largest)
 
     def estimate_network(self, network: Network) -> dict[str, Block]:
         refuse_unknown(network)

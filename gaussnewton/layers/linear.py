@@ -90,7 +90,7 @@ class LinearRule(ChainRule):
     ) -> Float[Tensor, "k n rows"]:
         a, k, rows = widened(input), direction.shape[0], direction.shape[1]
         if not module.weight.requires_grad:
-            return direction.mT.expand(-1, a.shape[0], -1)
+            return direction.mT.repeat(1, a.shape[0], 1)
         V = direction[:, :, : a.shape[1]].flatten(0, 1)
         moved = (a @ V.T).unflatten(1, (k, rows)).transpose(0, 1)
         return moved + direction[:, :, -1].unsqueeze(1) if _trains_bias(module) else moved

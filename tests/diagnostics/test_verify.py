@@ -41,7 +41,7 @@ def scaled(base: type[Estimator], Q: float, G: float) -> Estimator:
         def estimate(self, chain):
             return {
                 name: gn.KroneckerBlock(Q=b.Q * Q, G=b.G * G)
-                for name, b in super().estimate(chain).items()
+                for name, b in dict(super().estimate(chain)).items()
             }
 
     return Wrong()

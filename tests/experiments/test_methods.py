@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -33,7 +35,8 @@ def test_the_papers_methods(curvature: str, ending: str, average: float) -> None
     made = gauss_newton(curvature + ending, seed=7)
     for name in ("damping", "step_size", "guard"):
         assert getattr(made, name) == gn.PAPER[name]
-    assert made.refresh == gn.Refresh(curvature=1, inverse=1, decay=average, average=0.95)
+    assert made.refresh == replace(gn.PAPER["refresh"], decay=average)
+    assert (made.refresh.growth, made.refresh.average, made.refresh.last) == (0, 0.95, 0)
     if curvature == "kfac":
         assert isinstance(made.curvature, gn.KFAC)
         assert (made.curvature.samples, made.curvature.seed) == (1, 7)
