@@ -21,7 +21,7 @@ FIRST_MULTIPLES = (10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10_000.0)
 NEARLY = 0.9
 """The share of the best first step's fall in loss with which another is nearly as good."""
 
-QUIET, NOISY, LOST = 0.005, 0.05, 0.5
+QUIET, NOISY, LOST = 0.005, 0.15, 0.5
 """Shares of the loss that the averaged parameters save: below the first τ may fall, above the
 second it rises, above the third the averaged parameters are the place to go on from."""
 

@@ -212,6 +212,8 @@ class GaussNewton(GuardedOptimizer):
         self._invert(progress)
 
     def _invert(self, progress: Progress) -> None:
+        for name in self._inverses.keys() - self._observer.theta.groups.keys():
+            del self._inverses[name]  # of layers that are frozen now
         for name, inverse in self._each_inverse(progress.gamma, progress):
             self._inverses[name] = inverse  # one by one, so that few are there twice
         progress.inverted_with = progress.gamma

@@ -111,7 +111,8 @@ class Elementwise(Segment):
     def pull_expected(
         self, G: Float[Tensor, "e b"], largest: int | None = None
     ) -> Float[Tensor, "d c"]:
-        return tiled_gram(self.slope, largest, 1 / self.slope.shape[0]).mul_(G)
+        slope = self.slope
+        return tiled_gram(slope, largest, 1 / slope.shape[0]).mul_(G)
 
     def pull_rows(self, rows: Float[Tensor, "n e"]) -> Float[Tensor, "n d"]:
         return rows * self.slope

@@ -1,0 +1,185 @@
+"""What an update of the optimiser leaves out, and what it lets go of."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gaussnewton as gn
+from gaussnewton import optimizer as module
+from gaussnewton.estimators import KFRA
+from gaussnewton.gradients import Gradient
+from gaussnewton.passage import passage_of
+from tests.problems import fit, network, relative
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Only what nobody refers to goes away."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def problem(n: int = 40) -> tuple[nn.Module, Tensor, Tensor]:
+    net = network([5, 6, 4, 3])
+    x = torch.randn(n, 5).double()
+    return net, x, torch.stack([x[:, i] * x[:, i + 1] for i in range(3)], 1)
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("curvature", ["kfra", "kflr", "kfac"])
+@pytest.mark.parametrize("targets", ["one", "several"])
+def test_what_was_recorded_goes_with_the_step(curvature: str, targets: str) -> None:
+    net, x, y = problem()
+    criterion: nn.Module = nn.MSELoss()
+    if targets == "several":
+        criterion = gn.Loss(lambda out, y, w: (w * (out - y).square().sum(1)).mean())
+    optimizer = gn.GaussNewton(net, criterion, curvature=curvature)
+    seen: list[weakref.ref[Tensor]] = []
+    net.layers[1].register_forward_hook(lambda _, args, __: seen.extend(map(weakref.ref, args)))
+    for _ in range(6):
+        optimizer.zero_grad()
+        given = (y,) if targets == "one" else (y, torch.ones(len(y)).double())
+        criterion(net(x), *given).backward()
+        optimizer.step()
+    assert len(seen) >= 6
+    assert not any(part() is not None for part in seen)
+
+
+def test_running_tensors_stay_where_they_are() -> None:
+    """They are changed in place: there is no moment with two of them."""
+    net, x, y = problem()
+    optimizer = gn.GaussNewton(net, nn.MSELoss(), curvature="kfra")
+    fit(optimizer, x, y, 2)
+    state = optimizer.state[net.layers[0].weight]
+    places = {key: state[key].data_ptr() for key in ("Q", "G", "gradient", "start", "average")}
+    fit(optimizer, x, y, 8)
+    assert {key: state[key].data_ptr() for key in places} == places
+
+
+@pytest.mark.parametrize("make", [gn.KroneckerBlock, gn.TiledBlock])
+def test_absorbing_a_block_is_averaging_it(make: type) -> None:
+    def block() -> gn.KroneckerBlock:
+        Q, G = torch.randn(6, 6).double(), torch.randn(4, 4).double()
+        if make is gn.TiledBlock:
+            return gn.TiledBlock(torch.randn(6, 3).double(), torch.randn(4, 2).double())
+        return gn.KroneckerBlock(Q @ Q.T, G @ G.T)
+
+    one, other = block(), block()
+    expected = one.average(other, 0.8)
+    found = one.absorb(other, 0.8)
+    assert found is one
+    torch.testing.assert_close(found.Q, expected.Q)
+    torch.testing.assert_close(found.G, expected.G)
+
+
+def test_kfra_finds_its_blocks_one_by_one() -> None:
+    """From the last layer to the first; no block is held for longer than its turn."""
+    net, x, y = problem()
+    with gn.Tape(net, criterion := nn.MSELoss()) as tape:
+        criterion(net(x), y)
+    passage = passage_of(tape.record)
+    names, last = [], None
+    for name, block in KFRA().each(passage):
+        assert last is None or last() is None
+        names.append(name)
+        last = weakref.ref(block)
+        del block
+    assert names == ["layers.2", "layers.1", "layers.0"]
+    assert list(KFRA().of(passage)) == names[::-1]
+
+
+def test_gradient_is_written_when_it_is_looked_at() -> None:
+    net, x, y = problem()
+    nn.MSELoss()(net(x), y).backward()
+    net.layers[1].bias.grad = None
+    theta = gn.Theta(net)
+    gradient = Gradient(theta, lambda p: 0.5 if p is net.layers[0].weight else 0.0)
+    assert list(gradient) == ["layers.0", "layers.1", "layers.2"]
+    assert len(gradient) == 3
+    first = net.layers[0]
+    torch.testing.assert_close(
+        gradient["layers.0"],
+        torch.cat([first.weight.grad + 0.5 * first.weight, first.bias.grad[:, None]], 1).detach(),
+    )
+    assert not gradient["layers.1"][:, -1].any()
+    assert list(gradient.parts(theta["layers.1"])) == ["layers.1.weight"]
+    assert bool(gradient.finite())
+    net.layers[2].weight.grad[0, 0] = float("inf")
+    assert not bool(gradient.finite())
+
+
+def test_estimates_grow_rarer_with_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x, y = problem()
+    refresh = gn.Refresh(early=2, curvature=2, growth=0.5)
+    optimizer = gn.GaussNewton(net, nn.MSELoss(), curvature="kfra", refresh=refresh)
+    estimated = []
+    before = module.blocks_of
+
+    def noted(*arguments: object) -> object:
+        estimated.append(optimizer.param_groups[0]["progress"]["t"] + 1)
+        return before(*arguments)
+
+    monkeypatch.setattr(module, "blocks_of", noted)
+    fit(optimizer, x, y, 30)
+    assert estimated == [1, 2, 4, 7, 13, 25]
+    assert [refresh.interval(t) for t in (1, 2, 3, 10, 1000)] == [1, 1, 2, 5, 20]
+
+
+def test_nothing_is_inverted_where_nothing_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x, y = problem()
+    optimizer = gn.GaussNewton(
+        net,
+        nn.MSELoss(),
+        damping=gn.Damping(tau=1e-3, tau_interval=1000),
+        refresh=gn.Refresh(early=1, curvature=100, inverse=2),
+    )
+    fit(optimizer, x, y, 1)
+    inverted = []
+    before = module.careful_inverse
+
+    def noted(name: str, *arguments: object) -> object:
+        inverted.append(name)
+        return before(name, *arguments)
+
+    monkeypatch.setattr(module, "careful_inverse", noted)
+    fit(optimizer, x, y, 6)
+    assert inverted == []
+    optimizer.param_groups[0]["progress"]["gamma"] = 2e-3
+    fit(optimizer, x, y, 2)
+    assert inverted == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_most_of_a_step_is_taken_where_batches_are_alike() -> None:
+    """The same batch again and again, and batches that have nothing in common."""
+    surprises = {}
+    for alike in (True, False):
+        net, x, y = problem(n=240)
+        optimizer = gn.GaussNewton(net, nn.MSELoss())
+        noise = torch.randn(240, 3).double()
+        for part in torch.arange(240).split(20):
+            fit(optimizer, *((x[:20], y[:20]) if alike else (x[part], noise[part])), 1)
+        surprises[alike] = optimizer.diagnostics["surprise"]
+    assert surprises[True] < 1e-6
+    assert surprises[False] > 0.2
+
+
+def test_averages_reach_back_over_the_last_updates() -> None:
+    net, x, y = problem()
+    refresh = gn.Refresh(average=0.5, last=0.5)
+    optimizer = gn.GaussNewton(net, nn.MSELoss(), refresh=refresh)
+    mean = None
+    for t in range(1, 15):
+        fit(optimizer, x, y, 1)
+        now = net.layers[0].weight.detach().clone()
+        beta = min(max(0.5, 1 - 2 / t), 1 - 1 / t)
+        mean = now if mean is None else beta * mean + (1 - beta) * now
+    found = optimizer.averaged_parameters()["layers.0.weight"]
+    assert relative(found, mean) < 1e-12
