@@ -2,7 +2,8 @@
 
 Three networks that are no chains of linear layers: a convolutional one, a residual one with batch
 normalisation in training mode, and a character transformer. AdamW is given the best of five
-constant rates, and the best of its last parameters and two running means of them;
+constant rates, by its mean over the seeds, and the best of its last parameters and two running
+means of them;
 ``gn.GaussNewton`` has nothing set, and is judged with its averaged parameters. MNIST and
 ``tinyshakespeare.txt`` are read from a folder that ``--data`` names::
 
@@ -232,37 +233,57 @@ def run(
             else:
                 candidates = [dict(model.named_parameters()), *means.kept.values()]
             history.append((t, seconds, *judge(model, candidates, data)))
-    return {"history": history, "seconds": seconds}
+    return {"history": history, "seconds": seconds, "threads": torch.get_num_threads()}
 
 
-def best_rate(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """AdamW's run with the least loss at its end."""
-    return min(lines, key=lambda line: line["history"][-1][2])
+def mean_of(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """A run whose numbers are the means of those of several, look by look."""
+    looks = zip(*(line["history"] for line in lines), strict=True)
+    history = [[sum(part) / len(part) for part in zip(*look, strict=True)] for look in looks]
+    return lines[0] | {"history": history, "seed": None}
+
+
+def best_rate(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """AdamW's runs at the rate with the least loss at the end, in the mean over seeds."""
+    rates = {line["rate"] for line in lines}
+    runs = [[line for line in lines if line["rate"] == rate] for rate in sorted(rates)]
+    return min(runs, key=lambda same: mean_of(same)["history"][-1][2])
 
 
 def needed(line: dict[str, Any], loss: float) -> int | None:
     """Updates until a run's loss is no greater than some loss."""
-    return next((t for t, _, train, _ in line["history"] if train <= loss), None)
+    return next((round(t) for t, _, train, _ in line["history"] if train <= loss), None)
 
 
 def rows_of(name: str, budget: int, lines: list[dict[str, Any]]) -> list[list[str]]:
-    """For each seed AdamW at its best rate, and the run that had half of its updates."""
-    adam = [line for line in lines if line["rate"] is not None and line["updates"] == budget]
+    """AdamW at its best rate and the run that had half of its updates: in the mean, and by seed."""
     ours = [line for line in lines if line["rate"] is None and line["updates"] == budget // 2]
+    if not ours:
+        return []
+    seeds = {line["seed"] for line in ours}
+    adam = [line for line in lines if line["rate"] is not None and line["updates"] == budget]
+    best = best_rate([line for line in adam if line["seed"] in seeds])
+    pairs = [(mean_of(best), mean_of(ours))] if len(seeds) > 1 else []
+    pairs += [
+        (other, line)
+        for line in sorted(ours, key=lambda line: line["seed"])
+        for other in best
+        if other["seed"] == line["seed"]
+    ]
     rows = []
-    for line in ours:
-        same = [other for other in adam if other["seed"] == line["seed"]]
-        best = best_rate(same)
-        rows.append([name, f"AdamW {best['rate']:g}, best of {len(same)}", *_cells(best), ""])
-        reached = needed(line, best["history"][-1][2])
+    for other, line in pairs:
+        which = f"mean of {len(seeds)} seeds" if line["seed"] is None else f"seed {line['seed']}"
+        rows.append([name, which, f"AdamW {other['rate']:g}", *_cells(other), ""])
+        reached = needed(line, other["history"][-1][2])
         text = f"{reached} ({budget / reached:.1f} times fewer)" if reached else "not reached"
-        rows.append(["", f"GaussNewton, seed {line['seed']}", *_cells(line), text])
+        rows.append(["", "", "GaussNewton", *_cells(line), text])
     return rows
 
 
 def _cells(line: dict[str, Any]) -> list[str]:
     t, seconds, train, held_out = line["history"][-1]
-    return [str(t), f"{train:.4f}", f"{held_out:.4f}", f"{seconds / t:.3f}"]
+    each = f"{seconds / t:.3f} ({line['threads']})"
+    return [f"{t:.0f}", f"{train:.4f}", f"{held_out:.4f}", each]
 
 
 def write(lines: list[dict[str, Any]], output: Path) -> None:
@@ -272,11 +293,19 @@ def write(lines: list[dict[str, Any]], output: Path) -> None:
         mine = [line for line in lines if line["problem"] == name]
         for budget in sorted({line["updates"] for line in mine if line["rate"] is not None}):
             rows += rows_of(name, budget, mine)
-    header = ["network", "method", "updates", "training loss", "held-out loss", "s an update"]
+    header = [
+        "network",
+        "",
+        "method",
+        "updates",
+        "training loss",
+        "held-out loss",
+        "s an update (threads)",
+    ]
     text = (
         "# Updates to reach the loss of AdamW\n\nWritten by `benchmarks/networks.py`, whose "
         "docstring says how it measures: `python benchmarks/networks.py --data FOLDER`, "
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads. Both start from the same "
+        f"torch {torch.__version__}. Both start from the same "
         "parameters and see the same batches. The last column is the first look, of 20, at which "
         "GaussNewton's training loss is no greater than AdamW's last one. All losses along the way "
         "are in the JSON lines beside it.\n\n"
