@@ -28,8 +28,8 @@ from gaussnewton.counting import Count, count
 from gaussnewton.foreseen import foreseen_blocks
 
 MARKS = ("<!-- plan: begin -->", "<!-- plan: end -->")
-DIRECTIONS = 2
-"""J·v of an update in a network of many layers: the new direction and the last update."""
+DIRECTIONS = 1
+"""J·v of an update in a network of many layers: that of the direction."""
 
 
 class Block(nn.Module):
@@ -107,8 +107,9 @@ class Setting:
 
 
 SETTINGS = {
-    "defaults": Setting(5, 1.0, 0.25, 5, 4096),
-    "defaults, no limit": Setting(5, 1.0, 0.25, 5, None),
+    "at first": Setting(5, 1.0, 0.25, 5, 4096),
+    "defaults": Setting(50, 1.0, 0.25, 5, 4096),
+    "defaults, no limit": Setting(50, 1.0, 0.25, 5, None),
     "lean": Setting(20, 1 / 16, 1 / 16, 20, 1024),
 }
 
@@ -175,7 +176,6 @@ class Plan:
         return {
             "gradients to their owners, bf16": 2 * P * others,
             "directions to all, bf16": 2 * P * others,
-            "last update to all, bf16": 2 * P * others,
             "factors to their owners, fp32": self.blocks.bytes * others / self.setting.interval,
         }
 
