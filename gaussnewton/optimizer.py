@@ -311,7 +311,7 @@ class GaussNewton(GuardedOptimizer):
         """What the direction of a layer is made of: ḡ, or ∇f itself."""
         if not self.step_size.smooth:
             return gradient[group.name]
-        return smoothed(self._layer_state(group.name), group, gradient.parts(group))
+        return smoothed(self._layer_state(group.name), group)
 
     def _many_layers(self, passage: Passage) -> bool:
         """Whether calibrating each layer would cost far more than the rest of an update."""

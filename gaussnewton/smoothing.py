@@ -47,12 +47,11 @@ def smooth(
             part.lerp_(fresh[key].reshape(part.shape).to(part.dtype), 1 - beta)
 
 
-def smoothed(
-    state: dict[str, Any], group: Group, fresh: Mapping[str, Tensor]
-) -> Float[Tensor, "rows columns"]:
+def smoothed(state: dict[str, Any], group: Group) -> Float[Tensor, "rows columns"]:
     """ḡ of a layer; zero for parameters that had no part in this pass."""
     mean: Tensor = state["gradient"]
-    if fresh.keys() == group.parameters.keys():
+    took_part = [p.grad is not None for p in group.parameters.values()]
+    if all(took_part):
         return mean
-    parts = group.parts(mean)
-    return torch.cat([part * (key in fresh) for key, part in parts.items()], dim=1)
+    parts = group.parts(mean).values()
+    return torch.cat([part * yes for part, yes in zip(parts, took_part, strict=True)], dim=1)

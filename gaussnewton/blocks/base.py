@@ -84,7 +84,7 @@ class Block(ABC):
         """The running average decay · self + (1 − decay) · newer."""
 
     def absorb(self, newer: Any, decay: float) -> Block:
-        """The same, in the tensors of this block where that is possible: it is not to be used."""
+        """The same, in this block's own tensors where it can be; do not use the block after it."""
         return self.average(newer, decay)
 
     @abstractmethod
