@@ -28,8 +28,9 @@ second it rises, above the third the averaged parameters are the place to go on 
 CLEAR = -0.1
 """As much of the loss the averaged parameters lack where steps clearly lead somewhere."""
 
-CLEAR_SHARE = 0.8
-"""How much of a step is taken there. All of it overshoots at first, when curvature changes fast."""
+EARLY_SHARE = 0.8
+"""How much of a clear step is taken at the start, where curvature changes so fast that all of it
+overshoots."""
 
 NOISE_MEMORY = 0.7
 
@@ -38,6 +39,13 @@ ALIKE = 0.2
 
 MUCH = 2.0
 """A surprise counts for no more than this, so that one odd batch is soon forgotten."""
+
+UNHEARD_OF = 4.0
+"""A part of a batch that promises so many times what steps were to gain of late is not believed."""
+
+MOVED = 1.5
+"""Inverses serve on while γ has changed by no more than this factor. A direction hardly depends on
+it, and the quadratic model, which has τ itself, decides how far to go."""
 
 REFUSAL = 4
 """After a refused step τ rises by as much as in so many ordinary rises."""
@@ -113,6 +121,22 @@ def note_surprise(before: float, progress: Progress) -> None:
     progress.last_after = None
 
 
+def note_promise(predicted: float, progress: Progress) -> None:
+    """Take note of what a step is to gain."""
+    gain = min(abs(predicted), believed(progress))
+    past = progress.promise or gain
+    progress.promise = NOISE_MEMORY * past + (1 - NOISE_MEMORY) * gain
+
+
+def believed(progress: Progress) -> float:
+    """The greatest fall in loss that the quadratic model of a part of a batch may promise.
+
+    The slope is that of the whole batch. One odd datum of it, outside of the part, can lead
+    where the part has no curvature at all.
+    """
+    return UNHEARD_OF * progress.promise if progress.promise else math.inf
+
+
 def clearness(progress: Progress, settings: Damping) -> float:
     """From 0, where batches are noisy, to 1, where steps clearly lead somewhere.
 
@@ -124,17 +148,30 @@ def clearness(progress: Progress, settings: Damping) -> float:
     return min(max(progress.noise / CLEAR, 1 - progress.surprise / ALIKE, 0.0), 1.0)
 
 
-def share_of_step(share: float, progress: Progress, settings: Damping) -> float:
-    """How much of the quadratic model's step to take: most of it where steps lead somewhere.
+def share_of_step(share: float, early: int, progress: Progress, settings: Damping) -> float:
+    """How much of the quadratic model's step to take: all of it where steps lead somewhere.
 
     The model is that of one batch, and its minimum fits that batch's noise too.
+
+    Args:
+        share: of a step that is made of noise.
+        early: so many updates are the start.
+        progress: where training is.
+        settings: what is set about damping.
     """
-    return share + max(CLEAR_SHARE - share, 0) * clearness(progress, settings)
+    clear = EARLY_SHARE if progress.t <= early else 1.0
+    return share + max(clear - share, 0) * clearness(progress, settings)
 
 
 def memory_of_gradients(smooth: float, progress: Progress, settings: Damping) -> float:
     """β of the running mean of gradients: at first everything changes, and old ones mislead."""
     return 0.0 if progress.t <= settings.tau_interval else smooth
+
+
+def has_moved(progress: Progress) -> bool:
+    """Whether γ is too far from that of the inverses in use for them to be used on."""
+    ratio = progress.gamma / progress.inverted_with if progress.inverted_with else math.inf
+    return not 1 / MOVED <= ratio <= MOVED
 
 
 def raise_after_refusal(progress: Progress, settings: Damping) -> None:

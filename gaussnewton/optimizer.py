@@ -30,7 +30,7 @@ from gaussnewton.parameters import Group
 from gaussnewton.passage import Passage, refuse_loose
 from gaussnewton.progress import Progress
 from gaussnewton.proposal import Proposal, Shift, calibrated, plain, scaled, squared
-from gaussnewton.quadratic import gauss_newton_gram
+from gaussnewton.quadratic import gauss_newton_gram, looked_at
 from gaussnewton.running import blocks_of, careful_inverse, store, stored
 from gaussnewton.settings import Damping, Guard, Refresh, StepSize
 from gaussnewton.smoothing import smooth, smoothed
@@ -202,7 +202,7 @@ class GaussNewton(GuardedOptimizer):
         return blocks
 
     def _invert_if_due(self, fresh: bool, progress: Progress) -> None:
-        due = progress.age % self.refresh.inverse == 0 and progress.gamma != progress.inverted_with
+        due = progress.age % self.refresh.inverse == 0 and rules.has_moved(progress)
         if fresh or due:
             self._invert(progress)
         elif not self._inverses:  # a loaded or copied optimiser goes on as it was
@@ -261,20 +261,20 @@ class GaussNewton(GuardedOptimizer):
         previous = self._previous() if self.step_size.momentum else None
         shift = self._shift(progress.tau)
 
-        def gram(layers: Matrices | None, others: Matrices | None) -> Tensor:
-            part, least = self.step_size.part, self.step_size.least
+        def gram(layers: Matrices | None, others: Matrices | None, whole: bool) -> Tensor:
+            part, least = 1.0 if whole else self.step_size.part, self.step_size.least
             return gauss_newton_gram(observations, layers, others, part, least)
 
-        most, share = (
-            self.step_size.most,
-            rules.share_of_step(self.step_size.share, progress, self.damping),
+        share = rules.share_of_step(
+            self.step_size.share, self.refresh.early, progress, self.damping
         )
+        most, believed = self.step_size.most, self._believed(observations, progress)
         passage = observations[0].passage
         if not self.step_size.calibrate or self._many_layers(passage):
             return plain(gradient, direction, previous, gram, shift, share)
         if progress.age and (scales := self._known_scales()) is not None:
             direction = scaled(direction, scales)
-            return plain(gradient, direction, previous, gram, shift, share, most)
+            return plain(gradient, direction, previous, gram, shift, share, most, believed)
         names = passage.trained
         return calibrated(
             gradient,
@@ -287,7 +287,15 @@ class GaussNewton(GuardedOptimizer):
             most,
             share,
             self.step_size.favour,
+            believed,
         )
+
+    def _believed(self, observations: Sequence[Observation], progress: Progress) -> float:
+        """The greatest promise of a part of the batch; anything, where it is the whole."""
+        part, least = self.step_size.part, self.step_size.least
+        batches = [observation.record.data for observation in observations]
+        whole = all(looked_at(data, part, least) == data for data in batches)
+        return math.inf if whole else rules.believed(progress)
 
     def _known_scales(self) -> dict[str, Tensor] | None:
         """Each layer's scale, where all of them are known."""
@@ -427,6 +435,7 @@ class GaussNewton(GuardedOptimizer):
             self._move(step)
         if kept:
             self._remember(float(before), float(predicted), progress)
+            rules.note_promise(float(predicted), progress)
             for name, scale in proposal.scales.items():
                 self._layer_state(name)["log_scale"] = scale
         else:

@@ -27,6 +27,7 @@ class Progress:
         surprise: how far the loss of a fresh batch is from that of the last one, in units of what
             a step was to change, a running mean; 0 where batches are all the same, ∞ where
             nothing is known of them.
+        promise: what steps were to gain of late, a running mean.
         last_after: f after the last step, on its own batch, if it was looked at.
         greatest_loss: the greatest |f| so far, on which rounding is measured.
         last_loss: f before the last step.
@@ -46,6 +47,7 @@ class Progress:
     look: bool = False
     noise: float = 0.0
     surprise: float = math.inf
+    promise: float = 0.0
     last_after: float | None = None
     greatest_loss: float = 0.0
     last_loss: float = 0.0

@@ -13,8 +13,9 @@ from torch import Tensor
 from gaussnewton.observing import Matrices, dot, inner
 from gaussnewton.quadratic import Quadratic
 
-Gram = Callable[[Matrices | None, Matrices | None], Tensor]
-"""d_iᵀ Ḡ d_j of directions that each move one layer, and of a stack that moves all."""
+Gram = Callable[[Matrices | None, Matrices | None, bool], Tensor]
+"""d_iᵀ Ḡ d_j of directions that each move one layer, and of a stack that moves all; on part of the
+batch, or on the whole of it."""
 
 
 Shift = dict[str, float | Tensor]
@@ -50,6 +51,7 @@ def plain(
     shift: Shift,
     share: float = 1.0,
     most: float = math.inf,
+    believed: float = math.inf,
 ) -> Proposal:
     """α and, where there is a last update, a momentum coefficient, together.
 
@@ -61,12 +63,16 @@ def plain(
         shift: τ + η of each layer, or of each of its parameters.
         share: how much of the model's best step to take.
         most: neither coefficient may be greater.
+        believed: a greater fall in loss is not believed of a part of the batch.
     """
     spans = [direction] if previous is None else [direction, previous]
     together = {name: _stacked([d[name] for d in spans]) for name in direction}
-    M = gram(None, together) + _shifted(spans, shift)
-    model = Quadratic(M, torch.stack([inner(gradient, d) for d in spans]))
-    c = share * model.minimum(most)
+    damped, b = _shifted(spans, shift), torch.stack([inner(gradient, d) for d in spans])
+    for whole in (False, True):
+        model = Quadratic(gram(None, together, whole) + damped, b)
+        c = share * model.minimum(most)
+        if not float(model.change(c)) < -believed:
+            break
     return Proposal(combine(c, spans), model, c, {})
 
 
@@ -86,6 +92,7 @@ def calibrated(
     most: float,
     share: float,
     favour: float,
+    believed: float = math.inf,
 ) -> Proposal:
     """Scale each layer by its own exact line search, then solve for all together.
 
@@ -105,21 +112,21 @@ def calibrated(
         most: neither coefficient may be greater.
         share: see above.
         favour: see :func:`own_scales`.
+        believed: see above.
     """
     others = None if previous is None else {n: p.unsqueeze(0) for n, p in previous.items()}
     spans: list[Matrices] = [{name: direction[name]} for name in names]
     spans += [] if previous is None else [previous]
-    M = gram(direction, others) + _shifted(spans, shift)
-    b = torch.stack([inner(gradient, d) for d in spans])
+    damped, b = _shifted(spans, shift), torch.stack([inner(gradient, d) for d in spans])
     count = len(names)
-    own = own_scales(M.diagonal()[:count], b[:count], favour)
-    scales = torch.stack([blend(name, s) for name, s in zip(names, own, strict=True)])
-    basis = torch.zeros(len(spans), len(spans) - count + 1, dtype=M.dtype, device=M.device)
-    basis[:count, 0] = scales.exp()
-    if previous is not None:
-        basis[count, 1] = 1
-    model = Quadratic(M, b).project(basis)
-    c = share * model.minimum(most)
+    for whole in (False, True):
+        M = gram(direction, others, whole) + damped
+        own = own_scales(M.diagonal()[:count], b[:count], favour)
+        scales = torch.stack([blend(name, s) for name, s in zip(names, own, strict=True)])
+        model = Quadratic(M, b).project(_basis(scales, len(spans)))
+        c = share * model.minimum(most)
+        if not float(model.change(c)) < -believed:
+            break
     lengths = dict(zip(names, c[0] * scales.exp(), strict=True))
     last = {} if previous is None else {name: [part] for name, part in previous.items()}
     update = {
@@ -129,6 +136,15 @@ def calibrated(
         for name, length in lengths.items()
     }
     return Proposal(update, model, c, dict(zip(names, scales, strict=True)))
+
+
+def _basis(scales: Float[Tensor, " layers"], spans: int) -> Float[Tensor, "spans bases"]:
+    """All layers together, each scaled; and each direction behind them by itself."""
+    count = len(scales)
+    basis = scales.new_zeros(spans, spans - count + 1)
+    basis[:count, 0] = scales.exp()
+    basis[count:, 1:] = torch.eye(spans - count).to(basis)
+    return basis
 
 
 def own_scales(

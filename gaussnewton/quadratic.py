@@ -68,6 +68,11 @@ class Quadratic:
         return Quadratic(basis.T @ self.M @ basis, basis.T @ self.b)
 
 
+def looked_at(data: int, part: float, least: int) -> int:
+    """So many data of a batch give the model's curvature: a part, but no fewer than some."""
+    return min(data, max(least, round(part * data)))
+
+
 def gauss_newton_gram(
     observations: Sequence[Observation],
     layers: dict[str, Tensor] | None,
@@ -88,7 +93,7 @@ def gauss_newton_gram(
     total: Tensor | float = 0.0
     for observation in observations:
         record = observation.record
-        taken = min(record.data, max(least, round(part * record.data)))
+        taken = looked_at(record.data, part, least)
         where = slice(0, taken)
         J = jacobian_products(observation.passage, layers, others, where)
         HJ = record.geometry.hessian(*record.wide).select(where).product(J)

@@ -63,9 +63,10 @@ class StepSize:
             small batches ask for more, and it is their noise that does.
         share: how much of the quadratic model's step is taken where batches are noisy: the model
             is that of one batch, and its minimum fits that batch's noise too. Where the averaged
-            parameters lag far behind, or batches are all alike, four fifths are (with
-            ``Damping.anneal``).
-        part: the share of a batch on which the quadratic model is evaluated.
+            parameters lag far behind, or batches are all alike, all of it is (with
+            ``Damping.anneal``); four fifths in the first ``Refresh.early`` updates.
+        part: the share of a batch on which the quadratic model's curvature is evaluated. Where it
+            promises far more than steps did of late, the whole batch is asked.
         least: so many data of a batch are used in any case, if it has them.
     """
 
@@ -91,7 +92,7 @@ class Refresh:
             20 of them at update 400; ten times ``curvature`` at most. Curvature changes more
             slowly as training goes on. 0 keeps to ``curvature``.
         inverse: the most updates between two inversions; every new estimate is inverted. Where
-            neither curvature nor damping has changed nothing is.
+            curvature has not changed and damping by less than half nothing is.
         early: so many updates at the start have fresh curvature each: it changes fastest there.
         decay: of the running averages of Q and G; 0 takes the latest only.
         average: β of the averaged parameters (appendix B.4). Nearer to 1 they are smoother, and

@@ -7,13 +7,16 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import gaussnewton as gn
-from gaussnewton.quadratic import Quadratic
+from gaussnewton import damping as rules
+from gaussnewton.progress import Progress
+from gaussnewton.quadratic import Quadratic, gauss_newton_gram
 from tests.literal import LiteralPaper
 from tests.problems import fit, network, relative
 
@@ -381,3 +384,37 @@ def test_curvature_is_chosen_by_cost_and_the_reason_told() -> None:
     assert "curvature: KFRA, " in text
     # Softmax is not elementwise: KFRA would need a row for each of its outputs.
     assert "cheaper than KFRA" in explained([64, 64, 64, 10], nn.Softmax(dim=1))
+
+
+def test_the_whole_batch_is_asked_where_a_part_of_it_promises_too_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts: list[list[float]] = []
+
+    def spied(*args: Any) -> Tensor:
+        parts[-1].append(args[3])
+        return gauss_newton_gram(*args)
+
+    monkeypatch.setattr("gaussnewton.optimizer.gauss_newton_gram", spied)
+    model, criterion = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 3)), nn.MSELoss()
+    optimizer = gn.GaussNewton(model, criterion, damping=gn.Damping(tau=1e-3))
+    everything = torch.randn(1200, 5)
+    for t in range(16):
+        x = everything.roll(100 * t, 0)[:1000]
+        y = x[:, :3] * x[:, 2:]
+        if t == 11:
+            y[900] = torch.tensor([300.0, -300.0, 300.0])  # outside of the first quarter
+        parts.append([])
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+    assert parts[:11] == [[0.25]] * 11
+    assert parts[11] == [0.25, 1.0]
+
+
+def test_inverses_serve_on_until_gamma_has_moved_far() -> None:
+    progress = Progress(tau=1.0, gamma=1.0, inverted_with=1.0)
+    for gamma, moved in ((1.0, False), (1.29, False), (0.774, False), (1.67, True), (0.59, True)):
+        progress.gamma = gamma
+        assert rules.has_moved(progress) is moved
+    assert rules.has_moved(Progress(gamma=1.0))

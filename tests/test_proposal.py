@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gaussnewton.proposal import calibrated, own_scales, plain, scaled
+from gaussnewton.proposal import Gram, Proposal, calibrated, own_scales, plain, scaled
 
 SHAPES = {"first": (3, 4), "second": (2, 4), "third": (1, 3)}
 SHIFT = {"first": 0.3, "second": 0.3, "third": torch.rand(1, 3).double() + 0.1}
@@ -24,7 +24,7 @@ class Dense:
         zero = {name: torch.zeros(*shape).double() for name, shape in SHAPES.items()}
         return torch.cat([part.flatten() for part in (zero | matrices).values()])
 
-    def gram(self, layers: dict | None, others: dict | None) -> Tensor:
+    def gram(self, layers: dict | None, others: dict | None, whole: bool) -> Tensor:  # noqa: ARG002
         spans = [] if layers is None else [{name: layers[name]} for name in SHAPES]
         if others is not None:
             count = len(next(iter(others.values())))
@@ -111,3 +111,35 @@ def test_a_layer_without_gradient_does_not_spoil_the_others() -> None:
     M, b = torch.tensor([2.0, 1.0, 4.0]).double(), torch.tensor([-1.0, 0.0, -2.0]).double()
     own = own_scales(M, b, 0.5)
     assert own.isfinite().tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_a_part_of_the_batch_that_promises_too_much_is_not_believed(by_layer: bool) -> None:
+    dense, gradient = Dense(), matrices()
+    direction, asked = downhill(gradient), []
+
+    def gram(layers: dict | None, others: dict | None, whole: bool) -> Tensor:
+        """The part has hardly any curvature, as where an odd datum is outside of it."""
+        asked.append(whole)
+        return dense.gram(layers, others, whole) * (1.0 if whole else 1e-6)
+
+    def proposed(gram: Gram, believed: float) -> Proposal:
+        start = copies(direction)
+        if not by_layer:
+            return plain(gradient, start, None, gram, SHIFT, believed=believed)
+        return calibrated(
+            gradient, start, None, gram, SHIFT, list(SHAPES), lambda _, own: own, 1e9, 1.0, 0.0,
+            believed,
+        )  # fmt: skip
+
+    careless = proposed(gram, math.inf)
+    assert asked == [False]
+    promise = -float(careless.predicted())
+    assert torch.equal(
+        dense.vector(proposed(gram, 1.01 * promise).update), dense.vector(careless.update)
+    )
+    assert asked == [False, False]
+    careful = proposed(gram, 0.99 * promise)
+    assert asked[2:] == [False, True]
+    expected = proposed(dense.gram, math.inf)
+    torch.testing.assert_close(dense.vector(careful.update), dense.vector(expected.update))
