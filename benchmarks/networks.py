@@ -2,10 +2,10 @@
 
 Three networks that are no chains of linear layers: a convolutional one, a residual one with batch
 normalisation in training mode, and a character transformer. AdamW is given the best of five
-constant rates, by its mean over the seeds, and the best of its last parameters and two running
-means of them;
-``gn.GaussNewton`` has nothing set, and is judged with its averaged parameters. MNIST and
-``tinyshakespeare.txt`` are read from a folder that ``--data`` names::
+constant rates, by its mean over the seeds. It is judged with its parameters, and a second time,
+with a rate chosen for that, by the better of two running means of them, which is more than it comes
+with. ``gn.GaussNewton`` has nothing set, and is judged with the averaged parameters that it keeps.
+MNIST and ``tinyshakespeare.txt`` are read from a folder that ``--data`` names::
 
     .venv/bin/python benchmarks/networks.py --data FOLDER
 
@@ -35,6 +35,8 @@ from gaussnewton.experiments.data import mnist
 RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 MEMORIES = (0.9, 0.98)
 """Of AdamW's running means of the parameters."""
+WHICH = ("own", "averaged")
+"""Parameters that are judged."""
 CONTEXT = 64
 
 
@@ -217,7 +219,8 @@ def run(
     )
     order, means = torch.Generator().manual_seed(seed), Means()
     x, y = data.train
-    history, seconds = [], 0.0
+    found: dict[str, Any] = {which: [] for which in WHICH}
+    seconds = 0.0
     for t in range(1, updates + 1):
         part = torch.randint(len(x), (problem.batch,), generator=order)
         started = time.perf_counter()
@@ -228,60 +231,77 @@ def run(
         if rate is not None:
             means.update(model, t)
         if t % max(1, updates // marks) == 0 or t == updates:
-            if isinstance(optimizer, gn.GaussNewton):
-                candidates = [optimizer.averaged_parameters()]
-            else:
-                candidates = [dict(model.named_parameters()), *means.kept.values()]
-            history.append((t, seconds, *judge(model, candidates, data)))
-    return {"history": history, "seconds": seconds, "threads": torch.get_num_threads()}
+            kept = (
+                [optimizer.averaged_parameters()]
+                if isinstance(optimizer, gn.GaussNewton)
+                else list(means.kept.values())
+            )
+            for which, candidates in (
+                ("own", [dict(model.named_parameters())]),
+                ("averaged", kept),
+            ):
+                found[which].append((t, seconds, *judge(model, candidates, data)))
+    return found | {"seconds": seconds, "threads": torch.get_num_threads()}
 
 
 def mean_of(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """A run whose numbers are the means of those of several, look by look."""
-    looks = zip(*(line["history"] for line in lines), strict=True)
-    history = [[sum(part) / len(part) for part in zip(*look, strict=True)] for look in looks]
-    return lines[0] | {"history": history, "seed": None}
+    means = {}
+    for which in WHICH:
+        looks = zip(*(line[which] for line in lines), strict=True)
+        means[which] = [
+            [sum(part) / len(part) for part in zip(*look, strict=True)] for look in looks
+        ]
+    return lines[0] | means | {"seed": None}
 
 
-def best_rate(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def best_rate(lines: list[dict[str, Any]], which: str) -> list[dict[str, Any]]:
     """AdamW's runs at the rate with the least loss at the end, in the mean over seeds."""
     rates = {line["rate"] for line in lines}
     runs = [[line for line in lines if line["rate"] == rate] for rate in sorted(rates)]
-    return min(runs, key=lambda same: mean_of(same)["history"][-1][2])
+    return min(runs, key=lambda same: mean_of(same)[which][-1][2])
 
 
 def needed(line: dict[str, Any], loss: float) -> int | None:
-    """Updates until a run's loss is no greater than some loss."""
-    return next((round(t) for t, _, train, _ in line["history"] if train <= loss), None)
+    """Updates until the loss of a run's averaged parameters is no greater than some loss."""
+    return next((round(t) for t, _, train, _ in line["averaged"] if train <= loss), None)
 
 
 def rows_of(name: str, budget: int, lines: list[dict[str, Any]]) -> list[list[str]]:
     """AdamW at its best rate and the run that had half of its updates: in the mean, and by seed."""
     ours = [line for line in lines if line["rate"] is None and line["updates"] == budget // 2]
+    ours.sort(key=lambda line: line["seed"])
     if not ours:
         return []
-    seeds = {line["seed"] for line in ours}
-    adam = [line for line in lines if line["rate"] is not None and line["updates"] == budget]
-    best = best_rate([line for line in adam if line["seed"] in seeds])
-    pairs = [(mean_of(best), mean_of(ours))] if len(seeds) > 1 else []
-    pairs += [
-        (other, line)
-        for line in sorted(ours, key=lambda line: line["seed"])
-        for other in best
-        if other["seed"] == line["seed"]
+    seeds = [line["seed"] for line in ours]
+    adam = [
+        line
+        for line in lines
+        if line["rate"] is not None and line["updates"] == budget and line["seed"] in seeds
     ]
+    best = {which: best_rate(adam, which) for which in WHICH}
+    cases = [(mean_of(ours), {which: mean_of(runs) for which, runs in best.items()})]
+    for line in ours if len(ours) > 1 else []:
+        same = {
+            which: next(run for run in runs if run["seed"] == line["seed"])
+            for which, runs in best.items()
+        }
+        cases.append((line, same))
     rows = []
-    for other, line in pairs:
-        which = f"mean of {len(seeds)} seeds" if line["seed"] is None else f"seed {line['seed']}"
-        rows.append([name, which, f"AdamW {other['rate']:g}", *_cells(other), ""])
-        reached = needed(line, other["history"][-1][2])
-        text = f"{reached} ({budget / reached:.1f} times fewer)" if reached else "not reached"
-        rows.append(["", "", "GaussNewton", *_cells(line), text])
+    for line, others in cases:
+        many = f"mean of {len(seeds)} seeds" if len(seeds) > 1 else f"seed {seeds[0]}"
+        title = many if line["seed"] is None else f"seed {line['seed']}"
+        rows.append([name, title, "GaussNewton", *_cells(line, "averaged"), ""])
+        for which, other in others.items():
+            reached = needed(line, other[which][-1][2])
+            text = f"{reached} ({budget / reached:.1f} times fewer)" if reached else "not reached"
+            method = f"AdamW {other['rate']:g}" + ("" if which == "own" else ", averaged")
+            rows.append(["", "", method, *_cells(other, which), text])
     return rows
 
 
-def _cells(line: dict[str, Any]) -> list[str]:
-    t, seconds, train, held_out = line["history"][-1]
+def _cells(line: dict[str, Any], which: str) -> list[str]:
+    t, seconds, train, held_out = line[which][-1]
     each = f"{seconds / t:.3f} ({line['threads']})"
     return [f"{t:.0f}", f"{train:.4f}", f"{held_out:.4f}", each]
 
@@ -307,10 +327,10 @@ def write(lines: list[dict[str, Any]], output: Path) -> None:
         "docstring says how it measures: `python benchmarks/networks.py --data FOLDER`, "
         f"torch {torch.__version__}. Both start from the same "
         "parameters and see the same batches. The last column is the first look, of 20, at which "
-        "GaussNewton's training loss is no greater than AdamW's last one. All losses along the way "
-        "are in the JSON lines beside it.\n\n"
+        "GaussNewton's training loss is no greater than this last one of AdamW. All losses along "
+        "the way are in the JSON lines beside it.\n\n"
         + tabulate(
-            rows, [*header, "updates to AdamW's loss"], tablefmt="github", disable_numparse=True
+            rows, [*header, "GaussNewton's updates to it"], tablefmt="github", disable_numparse=True
         )
         + "\n"
     )
@@ -326,10 +346,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="MNIST's files, Shakespeare's")
     parser.add_argument("--problems", nargs="+", choices=list(PROBLEMS), default=list(PROBLEMS))
     parser.add_argument("--updates", type=int, help="of AdamW, in place of each problem's own")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of both")
     results = Path(__file__).parent / "results"
     parser.add_argument("--output", type=Path, default=results / "networks.md")
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     kept = options.output.with_suffix(".jsonl")
     for name in options.problems:
@@ -345,7 +367,7 @@ def main() -> None:
             line = key | run(problem, rate, seed, updates, marks, data)
             with kept.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-            print(key, line["history"][-1], flush=True)
+            print(key, line["own"][-1], line["averaged"][-1], flush=True)
             write(read(kept), options.output)
     write(read(kept), options.output)
 
