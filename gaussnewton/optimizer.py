@@ -206,7 +206,7 @@ class GaussNewton(GuardedOptimizer):
         if fresh or due:
             self._invert(progress)
         elif not self._inverses:  # a loaded or copied optimiser goes on as it was
-            self._inverses = self._inverses_with(progress.inverted_with, progress)
+            self._inverses = dict(self._each_inverse(progress.inverted_with, progress))
 
     def _damping_raised(self, progress: Progress) -> None:
         self._invert(progress)
@@ -218,14 +218,18 @@ class GaussNewton(GuardedOptimizer):
             self._inverses[name] = inverse  # one by one, so that few are there twice
         progress.inverted_with = progress.gamma
 
-    def _inverses_with(self, gamma: float, progress: Progress) -> dict[str, Inverse]:
-        """C̃⁻¹ with k = γ + η added to each block."""
-        return dict(self._each_inverse(gamma, progress))
-
-    def _each_inverse(self, gamma: float, progress: Progress) -> Iterator[tuple[str, Inverse]]:
+    def _each_inverse(
+        self, gamma: float, progress: Progress, solves: int | None = None
+    ) -> Iterator[tuple[str, Inverse]]:
+        """C̃⁻¹ with k = γ + η added to each block, for so many solves; until the next by default."""
+        if solves is None:
+            solves = 1 if progress.t < self.refresh.early else self.refresh.curvature
         for name, block in self._blocks().items():
             damping, last = gamma + self._eta(name), self._inverses.get(name)
-            yield name, careful_inverse(name, block, damping, self.inversion, last, progress)
+            yield (
+                name,
+                careful_inverse(name, block, damping, self.inversion, last, solves, progress),
+            )
 
     # Direction and step size
 
@@ -238,7 +242,7 @@ class GaussNewton(GuardedOptimizer):
             return self._propose(observations, gradient, self._inverses, progress)
         tried = []
         for gamma in rules.gamma_candidates(progress, self.damping):
-            inverses = self._inverses_with(gamma, progress)
+            inverses = dict(self._each_inverse(gamma, progress))
             proposal = self._propose(observations, gradient, inverses, progress)
             tried.append((float(proposal.predicted()), gamma, inverses, proposal))
         _, progress.gamma, self._inverses, proposal = min(tried, key=lambda part: part[0])
@@ -395,7 +399,7 @@ class GaussNewton(GuardedOptimizer):
         falls = {}
         for tau in candidates:
             rules.start(tau, progress)
-            inverses = self._inverses_with(tau, progress)
+            inverses = dict(self._each_inverse(tau, progress, solves=1))
             proposal = self._propose(observations, gradient, inverses, progress)
             fall = float(before - self._evaluate_after(observations, proposal.update))
             falls[tau] = fall if math.isfinite(fall) else -math.inf

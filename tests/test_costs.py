@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import gaussnewton as gn
 from gaussnewton import optimizer as module
+from gaussnewton.blocks.kronecker import FactoredInverse, MultipliedInverse
 from gaussnewton.estimators import KFRA
 from gaussnewton.gradients import Gradient
 from gaussnewton.passage import passage_of
@@ -155,6 +156,20 @@ def test_nothing_is_inverted_where_nothing_has_changed(monkeypatch: pytest.Monke
     optimizer.param_groups[0]["progress"]["gamma"] = 2e-3
     fit(optimizer, x, y, 2)
     assert inverted == ["layers.0", "layers.1", "layers.2"]
+
+
+@pytest.mark.parametrize("curvature", [1, 5])
+def test_inverses_are_written_out_where_they_serve_for_several_updates(curvature: int) -> None:
+    net, x, y = problem()
+    optimizer = gn.GaussNewton(
+        net, nn.MSELoss(), refresh=gn.Refresh(early=4, curvature=curvature, growth=0.0)
+    )
+    kinds = []
+    for _ in range(8):
+        fit(optimizer, x, y, 1)
+        kinds.append({type(inverse) for inverse in optimizer._inverses.values()})
+    later = FactoredInverse if curvature == 1 else MultipliedInverse
+    assert kinds == [{FactoredInverse}] * 3 + [{later}] * 5
 
 
 def test_most_of_a_step_is_taken_where_batches_are_alike() -> None:
