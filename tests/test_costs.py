@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gaussnewton as gn
-from gaussnewton import optimizer as module
+from gaussnewton import curved as module
 from gaussnewton.blocks.kronecker import FactoredInverse, MultipliedInverse
 from gaussnewton.estimators import KFRA
 from gaussnewton.gradients import Gradient
