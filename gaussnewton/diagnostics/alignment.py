@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from gaussnewton.exact.batch import evaluate, loss
 from gaussnewton.exact.differentiation import gradient
 from gaussnewton.model_state import unchanged
 from gaussnewton.parameters import Theta
+from gaussnewton.returning import returning
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ def alignment(
     inversions: Inversion | Sequence[Inversion] = ("exact", "factored"),
     *,
     damping: float,
+    outputs: Callable[[Any], Any] | None = None,
     reference_damping: float | None = None,
     weight_decay: float = 0.0,
     max_iterations: int = 250,
@@ -145,6 +148,8 @@ def alignment(
         methods: Names of estimators, or estimators.
         inversions: "exact", "factored" or both (appendix B.1).
         damping: k = γ + η of the approximate steps. Above zero.
+        outputs: From what the model returns to the tensor that the criterion looks at, as for
+            :func:`~gaussnewton.curvature`.
         reference_damping: What is added to the exact matrices; by default the same.
         weight_decay: η of an L2 penalty, whose gradient ηθ is added to g. Its curvature must be
             contained in the damping.
@@ -167,21 +172,37 @@ def alignment(
     """
     if not damping > 0:
         raise ValueError(f"damping is {damping}; it must be above zero, the factors are singular")
-    batch = _first(data)
     k = damping if reference_damping is None else reference_damping
+    with returning(model, outputs):
+        result = _alignment(
+            model, criterion, _first(data), methods, inversions, damping, k, weight_decay,
+            partial(_solve, most=max_iterations, tolerance=tolerance),
+        )  # fmt: skip
+    if show:
+        print(result)
+    return result
+
+
+def _alignment(
+    model: nn.Module,
+    criterion: Any,
+    batch: Batch,
+    methods: str | Estimator | Sequence[str | Estimator],
+    inversions: Inversion | Sequence[Inversion],
+    damping: float,
+    k: float,
+    weight_decay: float,
+    solve: Callable[[Callable[[Tensor], Tensor], Tensor], tuple[Tensor, Solve]],
+) -> Alignment:
     g = _gradient(model, criterion, batch, weight_decay)
     slices = Theta(model).slices
-
-    def reference(product: Callable[[Tensor], Tensor], b: Tensor) -> tuple[Tensor, Solve]:
-        return _solve(product, b, max_iterations, tolerance)
-
     products = exact.gauss_newton_block_products(model, criterion, batch, damping=k)
-    blocks = {name: reference(product, g[slices[name]]) for name, product in products.items()}
+    blocks = {name: solve(product, g[slices[name]]) for name, product in products.items()}
     del products  # their graphs are large
-    full, whole_solve = reference(exact.gauss_newton_product(model, criterion, batch, damping=k), g)
+    full, whole_solve = solve(exact.gauss_newton_product(model, criterion, batch, damping=k), g)
     steps, count = _steps(model, criterion, batch, g, methods, inversions, damping)
     joined = torch.cat([blocks[name][0] for name in slices])
-    result = Alignment(
+    return Alignment(
         layers={
             name: {step: _cosine(v[part], blocks[name][0]) for step, v in steps.items()}
             for name, part in slices.items()
@@ -194,9 +215,6 @@ def alignment(
         reference_damping=float(k),
         data=count,
     )
-    if show:
-        print(result)
-    return result
 
 
 def _first(data: Any) -> Batch:

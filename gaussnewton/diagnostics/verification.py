@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,7 @@ from gaussnewton.losses import Loss
 from gaussnewton.model_state import unchanged
 from gaussnewton.parameters import Theta
 from gaussnewton.passage import Passage, passage_of
+from gaussnewton.returning import returning
 from gaussnewton.tape import Tape
 from gaussnewton.tiles import tiled
 
@@ -122,6 +123,7 @@ def verify(
     batch: Any,
     methods: str | Estimator | Sequence[str | Estimator] | None = None,
     *,
+    outputs: Callable[[Any], Any] | None = None,
     data: int = 32,
     tolerance: float | None = None,
     show: bool = True,
@@ -134,6 +136,8 @@ def verify(
         batch: ``(inputs, targets)``; of an iterable of batches, the first is used.
         methods: names of estimators, or estimators; by default KFLR, KFRA and, where the
             loss has a model distribution, KFAC.
+        outputs: from what the model returns to the tensor that the criterion looks at, as for
+            :func:`~gaussnewton.curvature`.
         data: how many data of the batch to use at the most: the exact side is slow.
         tolerance: the relative error that counts as exact; by default 1e-10 in float64 and
             1e-4 in float32.
@@ -155,15 +159,16 @@ def verify(
     if whole is None:
         raise BatchError("the data hold no batch at all: the iterable ended at once.")
     used, given = _first(whole, data, criterion)
-    estimates = _estimates(model, criterion, used, methods)
-    truth = _Truth(model, criterion, used)
-    if tolerance is None:
-        tolerance = 1e-10 if truth.dtype == torch.float64 else 1e-4
-    rows = [
-        truth.compare(layer, name, estimator, estimate[layer], tolerance)
-        for layer in truth.theta.groups
-        for name, (estimator, estimate) in estimates.items()
-    ]
+    with returning(model, outputs):
+        estimates = _estimates(model, criterion, used, methods)
+        truth = _Truth(model, criterion, used)
+        if tolerance is None:
+            tolerance = 1e-10 if truth.dtype == torch.float64 else 1e-4
+        rows = [
+            truth.compare(layer, name, estimator, estimate[layer], tolerance)
+            for layer in truth.theta.groups
+            for name, (estimator, estimate) in estimates.items()
+        ]
     count = next(iter(estimates.values()))[1].data
     result = Verification(rows, count, given, tolerance)
     if show:
