@@ -51,8 +51,9 @@ def _checked(outputs: Any) -> Float[Tensor, "n ..."]:
     if not isinstance(outputs, Tensor):
         raise BatchError(
             f"the model returned {type(outputs).__name__}; curvature needs one tensor of outputs "
-            "(or a pair (mean, variance) with nn.GaussianNLLLoss). Wrap the model in a module "
-            "that returns the tensor which the criterion looks at."
+            "(or a pair (mean, variance) with nn.GaussianNLLLoss). Give outputs=, a function that "
+            "takes the tensor which the criterion looks at out of it, where there is such an "
+            "argument; or wrap the model in a module that returns that tensor."
         )
     if outputs.ndim == 0 or outputs.shape[0] == 0 or outputs.numel() == 0:
         raise BatchError(
