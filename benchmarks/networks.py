@@ -324,8 +324,8 @@ def write(lines: list[dict[str, Any]], output: Path) -> None:
     ]
     text = (
         "# Updates to reach the loss of AdamW\n\nWritten by `benchmarks/networks.py`, whose "
-        "docstring says how it measures: `python benchmarks/networks.py --data FOLDER`, "
-        f"torch {torch.__version__}. Both start from the same "
+        "docstring says how it measures: `python benchmarks/networks.py --data FOLDER`, with the "
+        f"table's `--seeds` and `--threads`; torch {torch.__version__}. Both start from the same "
         "parameters and see the same batches. The last column is the first look, of 20, at which "
         "GaussNewton's training loss is no greater than this last one of AdamW. All losses along "
         "the way are in the JSON lines beside it.\n\n"

@@ -102,22 +102,16 @@ class CurvedOptimizer(GuardedOptimizer):
     def _invert(self, progress: Progress) -> None:
         for name in self._inverses.keys() - self._observer.theta.groups.keys():
             del self._inverses[name]  # of layers that are frozen now
+        progress.written_out = self.refresh.many_solves(progress.t)
         for name, inverse in self._each_inverse(progress.gamma, progress):
             self._inverses[name] = inverse  # one by one, so that few are there twice
         progress.inverted_with = progress.gamma
 
-    def _each_inverse(
-        self, gamma: float, progress: Progress, solves: int | None = None
-    ) -> Iterator[tuple[str, Inverse]]:
-        """C̃⁻¹ with k = γ + η added to each block, for so many solves; until the next by default."""
-        if solves is None:
-            solves = 1 if progress.t < self.refresh.early else self.refresh.curvature
+    def _each_inverse(self, gamma: float, progress: Progress) -> Iterator[tuple[str, Inverse]]:
+        """C̃⁻¹ with k = γ + η added to each block."""
         for name, block in self._blocks().items():
             damping, last = gamma + self._eta(name), self._inverses.get(name)
-            yield (
-                name,
-                careful_inverse(name, block, damping, self.inversion, last, solves, progress),
-            )
+            yield name, careful_inverse(name, block, damping, self.inversion, last, progress)
 
     def _prime(self) -> None:
         super()._prime()

@@ -162,7 +162,7 @@ class GaussNewton(CurvedOptimizer):
         search = self.damping.gamma == "search" and progress.t % self.damping.gamma_interval == 0
         if not search:
             return self._propose(observations, gradient, self._inverses, progress)
-        tried = []
+        tried, progress.written_out = [], False
         for gamma in rules.gamma_candidates(progress, self.damping):
             inverses = dict(self._each_inverse(gamma, progress))
             proposal = self._propose(observations, gradient, inverses, progress)
@@ -197,7 +197,7 @@ class GaussNewton(CurvedOptimizer):
         most, believed = self.step_size.most, self._believed(observations, progress)
         passage = observations[0].passage
         if not self.step_size.calibrate or self._many_layers(passage):
-            return plain(gradient, direction, previous, gram, shift, share)
+            return plain(gradient, direction, previous, gram, shift, share, believed=believed)
         if progress.age and (scales := self._known_scales()) is not None:
             direction = scaled(direction, scales)
             return plain(gradient, direction, previous, gram, shift, share, most, believed)
@@ -316,7 +316,7 @@ class GaussNewton(CurvedOptimizer):
         falls = {}
         for tau in candidates:
             rules.start(tau, progress)
-            inverses = dict(self._each_inverse(tau, progress, solves=1))
+            inverses = dict(self._each_inverse(tau, progress))
             proposal = self._propose(observations, gradient, inverses, progress)
             fall = float(before - self._evaluate_after(observations, proposal.update))
             falls[tau] = fall if math.isfinite(fall) else -math.inf
@@ -356,7 +356,7 @@ class GaussNewton(CurvedOptimizer):
             self._move(step)
         if kept:
             self._remember(float(before), float(predicted), progress)
-            rules.note_promise(float(predicted), progress)
+            rules.note_promise(float(proposal.predicted()), progress)
             for name, scale in proposal.scales.items():
                 self._layer_state(name)["log_scale"] = scale
         else:
@@ -377,9 +377,8 @@ class GaussNewton(CurvedOptimizer):
         if len(rates) == 1:
             return proposal.predicted(rates.pop())
         along = {name: part.unsqueeze(0) for name, part in step.items()}
-        gram = gauss_newton_gram(
-            observations, None, along, self.step_size.part, self.step_size.least
-        )
+        part = 1.0 if proposal.whole else self.step_size.part
+        gram = gauss_newton_gram(observations, None, along, part, self.step_size.least)
         return inner(gradient, step) + 0.5 * (gram + squared(step, self._shift(tau))).squeeze()
 
     def _diagnose(

@@ -16,7 +16,8 @@ class Progress:
         tau: τ; zero until the first batch has been seen.
         gamma: γ.
         first_tau: what the bounds of τ and γ are multiples of.
-        inverted_with: k = γ + η of the inverses in use.
+        inverted_with: γ of the inverses in use.
+        written_out: whether they are multiplied out, or triangular factors.
         skipped: steps skipped for numbers that were not finite.
         skipped_in_a_row: those since the last good step.
         refused: steps taken back.
@@ -39,6 +40,7 @@ class Progress:
     gamma: float = 0.0
     first_tau: float = 0.0
     inverted_with: float = 0.0
+    written_out: bool = False
     skipped: int = 0
     skipped_in_a_row: int = 0
     refused: int = 0

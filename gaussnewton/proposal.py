@@ -31,12 +31,14 @@ class Proposal:
         model: f̂ on the span of what the step is made of.
         coefficients: of the direction, and of the last update if there is momentum.
         scales: the logarithm of each layer's scale, if layers are calibrated.
+        whole: whether the whole batch had to be asked for the model's curvature.
     """
 
     update: Matrices
     model: Quadratic
     coefficients: Tensor
     scales: dict[str, Tensor]
+    whole: bool
 
     def predicted(self, lr: float = 1.0) -> Tensor:
         """f̂ − f at a multiple of the step."""
@@ -73,7 +75,7 @@ def plain(
         c = share * model.minimum(most)
         if not float(model.change(c)) < -believed:
             break
-    return Proposal(combine(c, spans), model, c, {})
+    return Proposal(combine(c, spans), model, c, {}, whole)
 
 
 def scaled(direction: Matrices, scales: Mapping[str, Tensor]) -> Matrices:
@@ -135,7 +137,7 @@ def calibrated(
         )
         for name, length in lengths.items()
     }
-    return Proposal(update, model, c, dict(zip(names, scales, strict=True)))
+    return Proposal(update, model, c, dict(zip(names, scales, strict=True)), whole)
 
 
 def _basis(scales: Float[Tensor, " layers"], spans: int) -> Float[Tensor, "spans bases"]:

@@ -13,10 +13,6 @@ from gaussnewton.observer import Observation
 from gaussnewton.parameters import Group
 from gaussnewton.progress import Progress
 
-FEW = 3
-"""After more solves than this, inverses that are written out have paid off: making them takes three
-and a half times what each solve then saves over triangular factors."""
-
 
 def blocks_of(
     observations: Sequence[Observation], estimator: Estimator
@@ -90,18 +86,17 @@ def careful_inverse(
     damping: float,
     inversion: Inversion,
     last: Inverse | None,
-    solves: int,
     progress: Progress,
 ) -> Inverse:
     """A damped inverse; where factorising fails, a more careful one, or the last one.
 
-    Each failure is counted in ``progress.mended``. One that is to be used more than a few times is
-    multiplied out.
+    Each failure is counted in ``progress.mended``. It is multiplied out if
+    ``progress.written_out`` says so.
     """
     for wide, amount in ((False, 1), (False, 10), (True, 10), (True, 1000)):
         try:
             inverse = (block.double() if wide else block).invert(amount * damping, inversion)
-            return inverse.multiplied_out() if solves > FEW else inverse
+            return inverse.multiplied_out() if progress.written_out else inverse
         except (FactorisationError, RuntimeError):  # torch's LinAlgError is one
             progress.mended += 1
     if last is not None:

@@ -92,7 +92,7 @@ class Refresh:
             20 of them at update 400; ten times ``curvature`` at most. Curvature changes more
             slowly as training goes on. 0 keeps to ``curvature``.
         inverse: the most updates between two inversions; every new estimate is inverted. Where
-            curvature has not changed and damping by less than half nothing is.
+            curvature has not changed, and damping by a factor of 1.5 at most, nothing is.
         early: so many updates at the start have fresh curvature each: it changes fastest there.
         decay: of the running averages of Q and G; 0 takes the latest only.
         average: β of the averaged parameters (appendix B.4). Nearer to 1 they are smoother, and
@@ -114,6 +114,13 @@ class Refresh:
         if t <= self.early:
             return 1
         return max(self.curvature, min(int(self.growth * t), 10 * self.curvature))
+
+    def many_solves(self, t: int) -> bool:
+        """Whether inverses made at update t serve so often that writing them out pays off.
+
+        That takes three and a half times what each solve then saves over triangular factors.
+        """
+        return self.interval(t + 1) > 3
 
 
 @dataclass(frozen=True)

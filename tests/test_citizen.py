@@ -172,22 +172,25 @@ def test_evaluations_and_extra_passes_do_not_disturb() -> None:
 
 
 @pytest.mark.parametrize("curvature", ["kfra", "kfac"])
-@pytest.mark.parametrize("after", [3, 5, 7])
+@pytest.mark.parametrize("after", [3, 7, 9, 10, 11, 13, 18])
 def test_saved_and_resumed_bit_for_bit(curvature: str, after: int) -> None:
-    data = batches(12)
-    model, criterion, optimizer = parts(curvature=curvature)
+    """Before and after the updates that each have fresh curvature, and with γ on its way."""
+    data, settings = batches(20), {"curvature": curvature, "step_size": gn.StepSize(least=5)}
+    model, criterion, optimizer = parts(**settings)
     for batch in data[:after]:
         step(model, criterion, optimizer, batch)
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    again, same_criterion, resumed = parts(seed=9, curvature=curvature)
+    again, same_criterion, resumed = parts(seed=9, **settings)
     again.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["optimizer"])
     for batch in data[after:]:
         first = step(model, criterion, optimizer, batch)
         assert first == step(again, same_criterion, resumed, batch)
+        kinds = [[type(i) for i in each._inverses.values()] for each in (optimizer, resumed)]
+        assert kinds[0] == kinds[1]
     assert same(parameters(model), parameters(again))
     found, expected = resumed.diagnostics, optimizer.diagnostics
     assert set(found.pop("seconds")) == set(expected.pop("seconds"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Iterator
 
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 
 import gaussnewton as gn
 from gaussnewton import curved as module
+from gaussnewton import damping as rules
 from gaussnewton.blocks.kronecker import FactoredInverse, MultipliedInverse
 from gaussnewton.estimators import KFRA
 from gaussnewton.gradients import Gradient
 from gaussnewton.passage import passage_of
+from gaussnewton.progress import Progress
 from tests.problems import fit, network, relative
 
 
@@ -153,6 +156,9 @@ def test_nothing_is_inverted_where_nothing_has_changed(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "careful_inverse", noted)
     fit(optimizer, x, y, 6)
     assert inverted == []
+    optimizer.param_groups[0]["progress"]["gamma"] = 1.3e-3
+    fit(optimizer, x, y, 4)
+    assert inverted == []
     optimizer.param_groups[0]["progress"]["gamma"] = 2e-3
     fit(optimizer, x, y, 2)
     assert inverted == ["layers.0", "layers.1", "layers.2"]
@@ -184,6 +190,20 @@ def test_most_of_a_step_is_taken_where_batches_are_alike() -> None:
         surprises[alike] = optimizer.diagnostics["surprise"]
     assert surprises[True] < 1e-6
     assert surprises[False] > 0.2
+
+
+@pytest.mark.parametrize("anneal", [False, True])
+def test_all_of_a_clear_step_is_taken_after_the_start(anneal: bool) -> None:
+    settings = gn.Damping(anneal=anneal)
+
+    def share(t: int, surprise: float, noise: float = 0.0) -> float:
+        progress = Progress(t=t, surprise=surprise, noise=noise)
+        return rules.share_of_step(0.4, 10, progress, settings)
+
+    assert share(5, math.inf) == share(50, math.inf) == share(50, 0.3) == 0.4
+    assert share(10, 0.0) == pytest.approx(0.8 if anneal else 0.4)
+    assert share(11, 0.0) == pytest.approx(1.0 if anneal else 0.4)
+    assert share(11, math.inf, noise=-0.05) == pytest.approx(0.7 if anneal else 0.4)
 
 
 def test_averages_reach_back_over_the_last_updates() -> None:

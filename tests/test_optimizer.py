@@ -386,8 +386,13 @@ def test_curvature_is_chosen_by_cost_and_the_reason_told() -> None:
     assert "cheaper than KFRA" in explained([64, 64, 64, 10], nn.Softmax(dim=1))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"step_size": gn.StepSize(calibrate=False)}, {"lr": 0.1}],
+    ids=["default", "one step size", "small lr"],
+)
 def test_the_whole_batch_is_asked_where_a_part_of_it_promises_too_much(
-    monkeypatch: pytest.MonkeyPatch,
+    settings: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts: list[list[float]] = []
 
@@ -397,12 +402,12 @@ def test_the_whole_batch_is_asked_where_a_part_of_it_promises_too_much(
 
     monkeypatch.setattr("gaussnewton.optimizer.gauss_newton_gram", spied)
     model, criterion = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 3)), nn.MSELoss()
-    optimizer = gn.GaussNewton(model, criterion, damping=gn.Damping(tau=1e-3))
+    optimizer = gn.GaussNewton(model, criterion, damping=gn.Damping(tau=1e-3), **settings)
     everything = torch.randn(1200, 5)
     for t in range(16):
         x = everything.roll(100 * t, 0)[:1000]
         y = x[:, :3] * x[:, 2:]
-        if t == 11:
+        if t in (11, 13):
             y[900] = torch.tensor([300.0, -300.0, 300.0])  # outside of the first quarter
         parts.append([])
         optimizer.zero_grad()
@@ -410,6 +415,7 @@ def test_the_whole_batch_is_asked_where_a_part_of_it_promises_too_much(
         optimizer.step()
     assert parts[:11] == [[0.25]] * 11
     assert parts[11] == [0.25, 1.0]
+    assert parts[13] == [0.25, 1.0]  # the first one has not become the measure
 
 
 def test_inverses_serve_on_until_gamma_has_moved_far() -> None:

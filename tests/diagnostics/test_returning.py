@@ -1,4 +1,4 @@
-"""Models that return more than what the criterion looks at, under every diagnostic."""
+"""Models that return more than what the criterion looks at, under `verify` and `alignment`."""
 
 from __future__ import annotations
 
