@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -386,14 +386,10 @@ def test_curvature_is_chosen_by_cost_and_the_reason_told() -> None:
     assert "cheaper than KFRA" in explained([64, 64, 64, 10], nn.Softmax(dim=1))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"step_size": gn.StepSize(calibrate=False)}, {"lr": 0.1}],
-    ids=["default", "one step size", "small lr"],
-)
-def test_the_whole_batch_is_asked_where_a_part_of_it_promises_too_much(
-    settings: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def parts_looked_at(
+    monkeypatch: pytest.MonkeyPatch, odd: Sequence[int], **settings: Any
+) -> list[list[float]]:
+    """Which shares of each of 16 batches are looked at, some of which have an odd datum."""
     parts: list[list[float]] = []
 
     def spied(*args: Any) -> Tensor:
@@ -407,15 +403,30 @@ def test_the_whole_batch_is_asked_where_a_part_of_it_promises_too_much(
     for t in range(16):
         x = everything.roll(100 * t, 0)[:1000]
         y = x[:, :3] * x[:, 2:]
-        if t in (11, 13):
+        if t in odd:
             y[900] = torch.tensor([300.0, -300.0, 300.0])  # outside of the first quarter
         parts.append([])
         optimizer.zero_grad()
         criterion(model(x), y).backward()
         optimizer.step()
+    return parts
+
+
+@pytest.mark.parametrize("calibrate", [True, False])
+def test_the_whole_batch_is_asked_where_a_part_of_it_promises_too_much(
+    calibrate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_size = gn.StepSize(calibrate=calibrate)
+    parts = parts_looked_at(monkeypatch, odd=(11, 13), step_size=step_size)
     assert parts[:11] == [[0.25]] * 11
     assert parts[11] == [0.25, 1.0]
     assert parts[13] == [0.25, 1.0]  # the first one has not become the measure
+
+
+def test_a_small_learning_rate_does_not_make_promises_look_great(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert parts_looked_at(monkeypatch, odd=(), lr=0.05) == [[0.25]] * 16
 
 
 def test_inverses_serve_on_until_gamma_has_moved_far() -> None:
