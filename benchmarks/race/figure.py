@@ -64,7 +64,7 @@ def draw(result: dict[str, Any]) -> Any:
         dress(axes, panels[i]["title"], "seconds of updates", first)
         _panel(axes, panels[i])
     seen = {each["runner"] for panel in panels for each in panel["lines"]}
-    legend(figure, _handles([runner for runner in RUNNERS if runner in seen]), 5)
+    legend(figure, _handles([runner for runner in RUNNERS if runner in seen]), len(RUNNERS))
     note(figure, result["budget"])
     return figure
 
