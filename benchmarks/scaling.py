@@ -8,10 +8,11 @@ that the formulae have in the limit::
     .venv/bin/python benchmarks/scaling.py --threads 2
 
 *Update* is what ``optimizer.step()`` of ``gn.GaussNewton`` takes, the mean of one with fresh
-curvature and inverses and of the next without, as the default has them in turn; forward and
-backward are not in it. It is measured without a limit on the width of factors and with one of
-1024. τ is given, so that no search for it is measured, and all else is the default. Of several
-rounds the best counts: looks at ρ, a forward pass every fifth update, are then not in it.
+curvature and inverses and of the next without; the default has one in five with them, and later
+fewer. Forward and backward are not in it. It is measured without a limit on the width of factors
+and with one of 1024. τ is given, so that no search for it is measured, and all else is the default.
+Of several rounds the best counts: looks at ρ, a forward pass every fifth update, are then not in
+it.
 
 *Memory* is the peak of what torch's allocator hands out from before the optimiser is made to the
 end of its second update, gradients and activations included, by the memory events of torch's
@@ -147,7 +148,7 @@ class Task:
                 self.model,
                 self.criterion,
                 damping=gn.Damping(tau=1.0),
-                refresh=gn.Refresh(early=0),
+                refresh=gn.Refresh(early=0, curvature=2, growth=0.0),
                 largest=LIMIT if self.method == METHODS[3] else None,
             )
 
