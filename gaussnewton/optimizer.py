@@ -191,9 +191,8 @@ class GaussNewton(CurvedOptimizer):
             part, least = 1.0 if whole else self.step_size.part, self.step_size.least
             return gauss_newton_gram(observations, layers, others, part, least)
 
-        share = rules.share_of_step(
-            self.step_size.share, self.refresh.early, progress, self.damping
-        )
+        usual, early = self.step_size.share, self.refresh.early
+        share = rules.share_of_step(usual, early, progress, self.damping)
         most, believed = self.step_size.most, self._believed(observations, progress)
         passage = observations[0].passage
         if not self.step_size.calibrate or self._many_layers(passage):
