@@ -2,10 +2,10 @@
 
 The paper's MNIST autoencoder, with ``gn.GaussNewton``'s defaults and with everything fresh in
 every update (curvature, inverses, J·v on the whole batch), beside forward and backward passes of
-the same batch, and beside what products and factorisations are needed on paper. Images are random,
-because nothing here depends on what they show::
+the same batch, and beside what products and factorisations are needed on paper. The images are
+MNIST's, because how often the optimiser looks at what depends on how training goes::
 
-    .venv/bin/python benchmarks/profiling.py
+    .venv/bin/python benchmarks/profiling.py --data FOLDER
 
 Seconds are the best of repeats of the same update, so that a noisy machine does less harm. Before
 each update the two passes are made of the same batch by a twin of the model that has no optimiser,
@@ -32,28 +32,44 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import gaussnewton as gn
+from gaussnewton.experiments.data import mnist
 
 ENCODER = (784, 1000, 500, 250, 30)
 SIZES = (*ENCODER, *ENCODER[-2::-1])
 PHASES = "gaussnewton: "
 LOOP = "forward and backward"
 ALONE = "the same without an optimiser"
-# Multiplications and additions of LAPACK's routines for a matrix [d, d], in d³.
-LAPACK = {"aten::linalg_cholesky_ex": 1 / 3, "aten::cholesky_inverse": 2 / 3}
+# Multiplications and additions of LAPACK's routines for a first argument [d, k], in d² k.
+LAPACK = {
+    "aten::linalg_cholesky_ex": 1 / 3,
+    "aten::cholesky_inverse": 2 / 3,
+    "aten::cholesky_solve": 2,
+}
 
 FRESH: dict[str, Any] = {
     "curvature": "kfra",
     "damping": gn.Damping(anneal=False, tau_interval=10_000),
-    "step_size": gn.StepSize(momentum=False, calibrate=False, part=1.0),
+    "step_size": gn.StepSize(momentum=False, calibrate=False, ask=1, part=1.0),
     "refresh": gn.Refresh(curvature=1, inverse=1),
 }
 """An update of the paper's with everything fresh; ρ, of which the paper has one every five
 updates, is left out."""
+
+
+Images = Float[Tensor, "batches n pixels"]
+
+
+def batches_of(folder: Path, batch: int) -> Images:
+    """MNIST's training images, batch by batch."""
+    x, _ = mnist(folder)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    return torch.stack(x[order].split(batch)[: len(x) // batch])
 
 
 def autoencoder() -> nn.Sequential:
@@ -107,18 +123,17 @@ class Costs:
 
 
 class Loop:
-    """A training loop on one batch, as a user would write it."""
+    """A training loop, as a user would write it."""
 
-    def __init__(self, batch: int, settings: dict[str, Any], twin: bool = True) -> None:
+    def __init__(self, images: Images, settings: dict[str, Any], twin: bool = True) -> None:
         self.model, self.criterion = autoencoder(), nn.BCEWithLogitsLoss()
         self.optimizer = gn.GaussNewton(self.model, self.criterion, **settings)
         self.twin = autoencoder() if twin else None
-        self.images = torch.rand(10, batch, SIZES[0])
-        self.t = 0
+        self.images, self.t = images, 0
 
     def update(self) -> dict[str, float]:
         """One update; returns its seconds by phase, and those of the two passes alone."""
-        x = self.images[self.t % 10]
+        x = self.images[self.t % len(self.images)]
         self.t += 1
         begun = time.perf_counter()
         if self.twin is not None:
@@ -135,12 +150,14 @@ class Loop:
         return {ALONE: started - begun, LOOP: between - started, **phases, "the rest": rest}
 
 
-def measure(batch: int, settings: dict[str, Any], first: int, count: int, repeats: int) -> Costs:
+def measure(
+    images: Images, settings: dict[str, Any], first: int, count: int, repeats: int
+) -> Costs:
     """Seconds and GFLOP of some updates, each the best of the same update of several runs."""
     costs = Costs(updates=count)
     found = []
     for _ in range(repeats):
-        loop = Loop(batch, settings)
+        loop = Loop(images, settings)
         found.append([loop.update() for _ in range(first + count - 1)])
     alone = [min(run.pop(ALONE) for run in same) for same in zip(*found, strict=True)]
     bests = [
@@ -151,7 +168,7 @@ def measure(batch: int, settings: dict[str, Any], first: int, count: int, repeat
     for best in bests[first - 1 :]:
         for phase, seconds in best.items():
             costs.seconds[phase].append(seconds)
-    loop = Loop(batch, settings, twin=False)
+    loop = Loop(images, settings, twin=False)
     for _ in range(first - 1):
         loop.update()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, with_flops=True) as seen:
@@ -166,7 +183,7 @@ def measure(batch: int, settings: dict[str, Any], first: int, count: int, repeat
 
 def _lapack(event: Any) -> float:
     cubes = LAPACK.get(event.name, 0)
-    return cubes * event.input_shapes[0][0] ** 3 if cubes else 0
+    return cubes * event.input_shapes[0][0] ** 2 * event.input_shapes[0][1] if cubes else 0
 
 
 def _inside(event: Any, name: str) -> bool:
@@ -202,27 +219,26 @@ def peak(size: int = 2000) -> float:
     return 2 * size**3 / best_of(lambda: torch.mm(a, b, out=out), 30) / 1e9
 
 
-def memory(batch: int, settings: dict[str, Any]) -> dict[str, float]:
+def memory(images: Images, settings: dict[str, Any]) -> dict[str, float]:
     """MiB that the optimiser and a step take above model, gradients and the loop's own passes."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        loop = Loop(batch, settings, twin=False)
+        loop = Loop(images, settings, twin=False)
         for _ in range(20):
             loop.update()
     state = {id(t): t for s in loop.optimizer.state.values() for t in s.values() if _is(t)}
     inverses = {id(t): t for i in loop.optimizer._inverses.values() for t in vars(i).values()}
     kept = sum(t.nbytes for t in (state | inverses).values())
     parameters = sum(p.nbytes for p in loop.model.parameters())
-    activations = batch * sum(SIZES) * 4
-    images = loop.images.nbytes
+    activations = images.shape[1] * sum(SIZES) * 4
     del loop
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as without:
-        plain, x = autoencoder(), torch.rand(batch, SIZES[0])
+        plain, x = autoencoder(), images[0]
         for _ in range(3):
             plain.zero_grad()
             nn.BCEWithLogitsLoss()(plain(x), x).backward()
-    both = (_highest(seen) - images) - (_highest(without) - x.nbytes)
+    both = _highest(seen) - _highest(without)
     MiB = 2**20
     return {
         "parameters": parameters / MiB,
@@ -270,7 +286,7 @@ def table(costs: Costs, counts: dict[str, float], unit: float, top: float) -> st
 def report(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """The page, and its numbers."""
     batch, repeats = arguments.batch, arguments.repeats
-    default = gn.StepSize()
+    images, default = batches_of(arguments.data, batch), gn.StepSize()
     top = peak()
     runs = {
         "Everything fresh": (FRESH, 11, 5, 3 * repeats, paper_counts(batch, 1.0, False, False)),
@@ -278,7 +294,7 @@ def report(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     }
     parts, numbers = [], {}
     for name, (settings, first, count, times, counts) in runs.items():
-        costs = measure(batch, settings, first, count, times)
+        costs = measure(images, settings, first, count, times)
         top = max(top, peak())
         seconds = sum(map(sum, costs.seconds.values())) / count
         gflop = sum(costs.gflop.values()) / count
@@ -294,7 +310,7 @@ def report(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
             f"{costs.before:.2f} passes.\n"
         )
     numbers["peak"] = top
-    used = memory(batch, {})
+    used = memory(images, {})
     numbers["memory"] = used
     parts.append(
         "## Memory\n\n"
@@ -307,7 +323,8 @@ def report(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     )
     head = (
         f"# An update of the MNIST autoencoder, batch {batch}\n\n"
-        f"`.venv/bin/python benchmarks/profiling.py --threads {torch.get_num_threads()}`\n\n"
+        "`.venv/bin/python benchmarks/profiling.py --data FOLDER "
+        f"--threads {torch.get_num_threads()}`\n\n"
         f"torch {torch.__version__}, {torch.get_num_threads()} threads; a matrix product reaches "
         f"{top:.0f} GFLOP/s. A pass is forward and backward of the batch without an optimiser.\n"
     )
@@ -316,6 +333,7 @@ def report(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--data", type=Path, required=True, help="MNIST's files")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--batch", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=3)

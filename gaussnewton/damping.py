@@ -91,7 +91,7 @@ def adapt_tau(rho: float, progress: Progress, settings: Damping) -> None:
     It rises too where the steps are too long for the noise of the batches, however good the
     model is on the batch that it was fitted to.
     """
-    omega = settings.decay**settings.tau_interval
+    omega = settings.decay ** settings.interval(progress.t)
     if progress.noise > NOISY or rho < settings.raise_below:
         _set_tau(progress.tau / omega, progress, settings)
     elif rho > settings.lower_above and progress.noise < QUIET:

@@ -45,6 +45,9 @@ class Gradient(Mapping[str, Tensor]):
             )
         )
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.theta.groups  # a look would write the matrix
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.theta.groups)
 

@@ -37,7 +37,8 @@ class GuardedOptimizer(ObservingOptimizer):
     ) -> bool:
         """Compare with the averaged parameters on this fresh batch; go back to them if lost."""
         settings = self.damping
-        if not settings.anneal or progress.t % settings.tau_interval or not progress.last_predicted:
+        due = settings.anneal and progress.t % settings.interval(progress.t) == 0
+        if not due or not progress.last_predicted:
             return False
         with self.averaged():
             saved = float(before - self._evaluate(observations))

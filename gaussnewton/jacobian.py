@@ -33,11 +33,11 @@ def jacobian_product(
         return push(chain, _one_by_one(directions), part)
     tangent: Tensor | None = None
     for link in reversed(chain.links):
-        call = link.call
-        moved = None if tangent is None else link.rule.push_rows(call.module, tangent)
+        call, moved = link.call, None
         if link.trained:
-            own = link.rule.push(call.module, directions[call.name], call.unspoiled_input()[part])
-            moved = own if moved is None else moved.add_(own)
+            moved = link.rule.push(call.module, directions[call.name], call.unspoiled_input()[part])
+        if tangent is not None:
+            moved = link.rule.push_rows(call.module, tangent, moved)
         assert moved is not None  # the chain ends at its first trained layer
         tangent = link.segment.push(moved, part)
     assert tangent is not None
@@ -82,7 +82,7 @@ def jacobian_products(
         tangents.append(layer_jacobian_products(chain, layers, part))
     if others is not None:
         tangents.append(jacobian_product(chain, others, part))
-    return torch.cat(tangents)
+    return torch.cat(tangents) if len(tangents) > 1 else tangents[0]
 
 
 def _one_by_one(directions: Directions) -> list[dict[str, Float[Tensor, "_ _"]]]:

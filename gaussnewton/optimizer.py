@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,14 +19,14 @@ from gaussnewton.estimators import BlockHessian, Estimator, estimator_of
 from gaussnewton.estimators.base import check_largest
 from gaussnewton.gradients import Gradient
 from gaussnewton.gram import widened
+from gaussnewton.looking import expecting, looks_at
 from gaussnewton.network import Network
 from gaussnewton.observer import Observation
-from gaussnewton.observing import Matrices, inner
+from gaussnewton.observing import Matrices, dot, inner
 from gaussnewton.parameters import Group
 from gaussnewton.passage import Passage
 from gaussnewton.progress import Progress
-from gaussnewton.proposal import Proposal, Shift, calibrated, plain, scaled, squared
-from gaussnewton.quadratic import gauss_newton_gram, looked_at
+from gaussnewton.proposal import Gram, Proposal, Shift, calibrated, plain, squared
 from gaussnewton.settings import Damping, Guard, Refresh, StepSize
 from gaussnewton.smoothing import smooth, smoothed
 
@@ -178,36 +178,35 @@ class GaussNewton(CurvedOptimizer):
         inverses: dict[str, Inverse],
         progress: Progress,
     ) -> Proposal:
-        """δ̃ = −C̃⁻¹ ḡ, and how much of it the quadratic model wants (appendix B.1, B.2)."""
+        """δ̃ = −S C̃⁻¹ ḡ, and how much of it the quadratic model wants (appendix B.1, B.2)."""
+        passage = observations[0].passage
+        calibrate = self.step_size.calibrate and not self._many_layers(passage)
+        scales = self._known_scales() if calibrate and progress.age else {}
         direction = {
-            group.name: inverses[group.name].solve(source).to(source.dtype).neg_()
+            group.name: inverses[group.name]
+            .solve(source)
+            .to(source.dtype)
+            .mul_(-scales[group.name].to(source.dtype) if scales else -1.0)
             for group in self._observer.theta
             for source in [self._source(group, gradient)]
         }
         previous = self._previous() if self.step_size.momentum else None
         shift = self._shift(progress.tau)
-
-        def gram(layers: Matrices | None, others: Matrices | None, whole: bool) -> Tensor:
-            part, least = 1.0 if whole else self.step_size.part, self.step_size.least
-            return gauss_newton_gram(observations, layers, others, part, least)
-
         usual, early = self.step_size.share, self.refresh.early
         share = rules.share_of_step(usual, early, progress, self.damping)
-        most, believed = self.step_size.most, self._believed(observations, progress)
-        passage = observations[0].passage
-        if not self.step_size.calibrate or self._many_layers(passage):
-            return plain(gradient, direction, previous, gram, shift, share, believed=believed)
-        if progress.age and (scales := self._known_scales()) is not None:
-            direction = scaled(direction, scales)
-            return plain(gradient, direction, previous, gram, shift, share, most, believed)
-        names = passage.trained
+        most, believed = self.step_size.most, rules.believed(progress)
+        looks = looks_at(observations, self.step_size)
+        if scales or not calibrate:
+            looks = self._expecting(looks, gradient, scales, progress)
+            most = most if scales else math.inf
+            return plain(gradient, direction, previous, looks, shift, share, most, believed)
         return calibrated(
             gradient,
             direction,
             previous,
-            gram,
+            looks,
             shift,
-            names,
+            passage.trained,
             partial(self._blend, self.step_size.memory ** self.refresh.interval(progress.t)),
             most,
             share,
@@ -215,21 +214,38 @@ class GaussNewton(CurvedOptimizer):
             believed,
         )
 
-    def _believed(self, observations: Sequence[Observation], progress: Progress) -> float:
-        """The greatest promise of a part of the batch; anything, where it is the whole."""
-        part, least = self.step_size.part, self.step_size.least
-        batches = [observation.record.data for observation in observations]
-        whole = all(looked_at(data, part, least) == data for data in batches)
-        return math.inf if whole else rules.believed(progress)
+    def _expecting(
+        self,
+        looks: list[Gram],
+        gradient: Gradient,
+        scales: Mapping[str, Tensor],
+        progress: Progress,
+    ) -> list[Gram]:
+        """Looks at the direction's curvature, where one is due; else what is to be expected."""
+        rates = {float(group["lr"]) for group in self.param_groups}
+        if self.step_size.momentum or len(rates) > 1:  # there is more than one direction
+            return looks
 
-    def _known_scales(self) -> dict[str, Tensor] | None:
+        def of_blocks(direction: Matrices) -> Tensor:
+            """dᵀ C̃ d of d = −S C̃⁻¹ ḡ, S having the layers' scales."""
+            terms = [
+                dot(self._source(self._observer.theta[name], gradient), d) * scales.get(name, 1.0)
+                for name, d in direction.items()
+            ]
+            return -torch.stack(terms).sum()
+
+        # Where layers are calibrated, the first update after that is the first to look.
+        since = progress.age - (1 if scales else 0)
+        due = since % self.step_size.interval(progress.t) == 0
+        return expecting(looks, of_blocks, due, progress)
+
+    def _known_scales(self) -> dict[str, Tensor]:
         """Each layer's scale, where all of them are known."""
-        scales = {
-            group.name: self._layer_state(group.name).get("log_scale")
-            for group in self._observer.theta
-        }
-        known = {name: s for name, s in scales.items() if s is not None and bool(s.isfinite())}
-        return known if len(known) == len(scales) else None
+        names = [group.name for group in self._observer.theta]
+        logs = [self._layer_state(name).get("log_scale") for name in names]
+        known = {n: s.exp() for n, s in zip(names, logs, strict=True) if s is not None}
+        finite = all(bool(s.isfinite()) for s in known.values())
+        return known if finite and len(known) == len(names) else {}
 
     def _smooth(self, gradient: Gradient, progress: Progress) -> None:
         """Take ∇f into the running means ḡ."""
@@ -331,9 +347,9 @@ class GaussNewton(CurvedOptimizer):
     ) -> None:
         """Take the step, and see what follows from ρ for τ and for the step (appendix B.3)."""
         step = self._times_lr(proposal.update)
-        predicted = self._predicted(observations, proposal, step, gradient, progress.tau)
+        predicted = self._predicted(proposal, step, gradient, progress.tau)
         rho, actual, kept = None, None, True
-        due = progress.t % self.damping.tau_interval == 0 or progress.look
+        due = progress.t % self.damping.interval(progress.t) == 0 or progress.look
         start = self._keep_start()
         if not math.isfinite(float(predicted)):
             kept = False
@@ -365,7 +381,6 @@ class GaussNewton(CurvedOptimizer):
 
     def _predicted(
         self,
-        observations: Sequence[Observation],
         proposal: Proposal,
         step: Matrices,
         gradient: Gradient,
@@ -376,8 +391,7 @@ class GaussNewton(CurvedOptimizer):
         if len(rates) == 1:
             return proposal.predicted(rates.pop())
         along = {name: part.unsqueeze(0) for name, part in step.items()}
-        part = 1.0 if proposal.whole else self.step_size.part
-        gram = gauss_newton_gram(observations, None, along, part, self.step_size.least)
+        gram = proposal.gram(None, along)
         return inner(gradient, step) + 0.5 * (gram + squared(step, self._shift(tau))).squeeze()
 
     def _diagnose(

@@ -29,6 +29,7 @@ class Progress:
             a step was to change, a running mean; 0 where batches are all the same, ∞ where
             nothing is known of them.
         promise: what steps were to gain of late, a running mean.
+        bend: dᵀ Ḡ d of directions in units of dᵀ C̃ d, a running mean over looks; zero before.
         last_after: f after the last step, on its own batch, if it was looked at.
         greatest_loss: the greatest |f| so far, on which rounding is measured.
         last_loss: f before the last step.
@@ -50,6 +51,7 @@ class Progress:
     noise: float = 0.0
     surprise: float = math.inf
     promise: float = 0.0
+    bend: float = 0.0
     last_after: float | None = None
     greatest_loss: float = 0.0
     last_loss: float = 0.0

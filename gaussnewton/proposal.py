@@ -13,9 +13,8 @@ from torch import Tensor
 from gaussnewton.observing import Matrices, dot, inner
 from gaussnewton.quadratic import Quadratic
 
-Gram = Callable[[Matrices | None, Matrices | None, bool], Tensor]
-"""d_iᵀ Ḡ d_j of directions that each move one layer, and of a stack that moves all; on part of the
-batch, or on the whole of it."""
+Gram = Callable[[Matrices | None, Matrices | None], Tensor]
+"""d_iᵀ Ḡ d_j of directions that each move one layer, and of a stack that moves all."""
 
 
 Shift = dict[str, float | Tensor]
@@ -31,14 +30,14 @@ class Proposal:
         model: f̂ on the span of what the step is made of.
         coefficients: of the direction, and of the last update if there is momentum.
         scales: the logarithm of each layer's scale, if layers are calibrated.
-        whole: whether the whole batch had to be asked for the model's curvature.
+        gram: where the model's curvature is from.
     """
 
     update: Matrices
     model: Quadratic
     coefficients: Tensor
     scales: dict[str, Tensor]
-    whole: bool
+    gram: Gram
 
     def predicted(self, lr: float = 1.0) -> Tensor:
         """f̂ − f at a multiple of the step."""
@@ -49,7 +48,7 @@ def plain(
     gradient: Mapping[str, Tensor],
     direction: Matrices,
     previous: Matrices | None,
-    gram: Gram,
+    looks: Sequence[Gram],
     shift: Shift,
     share: float = 1.0,
     most: float = math.inf,
@@ -59,35 +58,30 @@ def plain(
 
     Args:
         gradient: ∇f.
-        direction: δ̃ = −C̃⁻¹ ∇f; the step is written over it.
+        direction: δ̃ = −S C̃⁻¹ ∇f, S having the layers' scales; the step is written over it.
         previous: the last update.
-        gram: of the full Gauss-Newton matrix.
+        looks: ways to the full Gauss-Newton matrix, the cheapest first.
         shift: τ + η of each layer, or of each of its parameters.
         share: how much of the model's best step to take.
         most: neither coefficient may be greater.
-        believed: a greater fall in loss is not believed of a part of the batch.
+        believed: a greater fall in loss is believed of the last look only.
     """
     spans = [direction] if previous is None else [direction, previous]
     together = {name: _stacked([d[name] for d in spans]) for name in direction}
     damped, b = _shifted(spans, shift), torch.stack([inner(gradient, d) for d in spans])
-    for whole in (False, True):
-        model = Quadratic(gram(None, together, whole) + damped, b)
+    for gram in looks:
+        model = Quadratic(gram(None, together) + damped, b)
         c = share * model.minimum(most)
         if not float(model.change(c)) < -believed:
             break
-    return Proposal(combine(c, spans), model, c, {}, whole)
-
-
-def scaled(direction: Matrices, scales: Mapping[str, Tensor]) -> Matrices:
-    """A direction with each layer's scale in it, given as a logarithm; in place."""
-    return {name: d.mul_(scales[name].exp().to(d.dtype)) for name, d in direction.items()}
+    return Proposal(combine(c, spans), model, c, {}, gram)
 
 
 def calibrated(
     gradient: Mapping[str, Tensor],
     direction: Matrices,
     previous: Matrices | None,
-    gram: Gram,
+    looks: Sequence[Gram],
     shift: Shift,
     names: Sequence[str],
     blend: Callable[[str, Tensor], Tensor],
@@ -106,9 +100,9 @@ def calibrated(
         gradient: as in :func:`plain`, as are the next four.
         direction: see above.
         previous: see above.
-        gram: see above.
+        looks: see above.
         shift: see above.
-        names: the layers, in the order in which ``gram`` has them.
+        names: the layers, in the order in which ``looks`` have them.
         blend: from a layer's name and the logarithm of its own step size, which need not be
             finite, to the one to use.
         most: neither coefficient may be greater.
@@ -121,8 +115,8 @@ def calibrated(
     spans += [] if previous is None else [previous]
     damped, b = _shifted(spans, shift), torch.stack([inner(gradient, d) for d in spans])
     count = len(names)
-    for whole in (False, True):
-        M = gram(direction, others, whole) + damped
+    for gram in looks:
+        M = gram(direction, others) + damped
         own = own_scales(M.diagonal()[:count], b[:count], favour)
         scales = torch.stack([blend(name, s) for name, s in zip(names, own, strict=True)])
         model = Quadratic(M, b).project(_basis(scales, len(spans)))
@@ -137,7 +131,7 @@ def calibrated(
         )
         for name, length in lengths.items()
     }
-    return Proposal(update, model, c, dict(zip(names, scales, strict=True)), whole)
+    return Proposal(update, model, c, dict(zip(names, scales, strict=True)), gram)
 
 
 def _basis(scales: Float[Tensor, " layers"], spans: int) -> Float[Tensor, "spans bases"]:

@@ -16,6 +16,8 @@ class Damping:
         gamma: "tied" keeps γ = τ; "search" takes the best of {ω γ, γ, γ/ω} every
             ``gamma_interval`` updates, as in the paper.
         tau_interval: T_τ, updates between two looks at ρ. Each look costs a forward pass.
+        growth: later there are so many updates between two of them for each update so far, three
+            times ``tau_interval`` at most: 0.05 is 10 at update 200. 0 keeps to ``tau_interval``.
         gamma_interval: T_γ.
         decay: ω_τ is this to the power of T_τ, and ω_γ to the power of T_γ.
         lower_above: τ falls where ρ is above this.
@@ -30,12 +32,17 @@ class Damping:
     tau: float | None = None
     gamma: Literal["tied", "search"] = "tied"
     tau_interval: int = 5
+    growth: float = 0.05
     gamma_interval: int = 20
     decay: float = 0.95
     lower_above: float = 0.75
     raise_below: float = 0.25
     anneal: bool = True
     bounds: tuple[float, float] = (1e-10, 1e10)
+
+    def interval(self, t: int) -> int:
+        """T_τ at update t."""
+        return max(self.tau_interval, min(int(self.growth * t), 3 * self.tau_interval))
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,13 @@ class StepSize:
             is that of one batch, and its minimum fits that batch's noise too. Where the averaged
             parameters lag far behind, or batches are all alike, all of it is (with
             ``Damping.anneal``); four fifths in the first ``Refresh.early`` updates.
+        ask: the most updates between two looks at the quadratic model's curvature along the
+            direction, each of which takes a product with the Jacobian. In between it is taken to
+            be as many times what the blocks have there as it was at the last looks. There is one
+            too where a step would promise far more than others did of late. 1 looks always, as
+            does ``momentum``.
+        growth: there are so many updates between two looks for each update so far: 0.02 is 2 from
+            update 100 on.
         part: the share of a batch on which the quadratic model's curvature is evaluated. Where it
             promises far more than steps did of late, the whole batch is asked.
         least: so many data of a batch are used in any case, if it has them.
@@ -78,8 +92,14 @@ class StepSize:
     favour: float = 0.5
     most: float = 1.0
     share: float = 0.4
+    ask: int = 5
+    growth: float = 0.02
     part: float = 0.25
     least: int = 250
+
+    def interval(self, t: int) -> int:
+        """Updates between two looks at the curvature along the direction, at update t."""
+        return max(1, min(int(self.growth * t), self.ask))
 
 
 @dataclass(frozen=True)
@@ -147,8 +167,10 @@ class Guard:
 
 PAPER: dict[str, Any] = {
     "curvature": "kfra",
-    "damping": Damping(gamma="search", lower_above=0.75, raise_below=0.75, anneal=False),
-    "step_size": StepSize(momentum=False, calibrate=False, smooth=0.0, share=1.0, part=1.0),
+    "damping": Damping(
+        gamma="search", growth=0.0, lower_above=0.75, raise_below=0.75, anneal=False
+    ),
+    "step_size": StepSize(momentum=False, calibrate=False, smooth=0.0, share=1.0, ask=1, part=1.0),
     "refresh": Refresh(curvature=1, growth=0.0, inverse=1, decay=0.9, average=0.95, last=0.0),
     "guard": Guard(refuse=False),
     "largest": None,

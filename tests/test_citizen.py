@@ -175,7 +175,8 @@ def test_evaluations_and_extra_passes_do_not_disturb() -> None:
 @pytest.mark.parametrize("after", [3, 7, 9, 10, 11, 13, 18])
 def test_saved_and_resumed_bit_for_bit(curvature: str, after: int) -> None:
     """Before and after the updates that each have fresh curvature, and with γ on its way."""
-    data, settings = batches(20), {"curvature": curvature, "step_size": gn.StepSize(least=5)}
+    step_size = gn.StepSize(least=5, ask=3, growth=0.3)
+    data, settings = batches(20), {"curvature": curvature, "step_size": step_size}
     model, criterion, optimizer = parts(**settings)
     for batch in data[:after]:
         step(model, criterion, optimizer, batch)

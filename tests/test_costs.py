@@ -100,7 +100,7 @@ def test_kfra_finds_its_blocks_one_by_one() -> None:
     assert list(KFRA().of(passage)) == names[::-1]
 
 
-def test_gradient_is_written_when_it_is_looked_at() -> None:
+def test_gradient_is_written_when_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x, y = problem()
     nn.MSELoss()(net(x), y).backward()
     net.layers[1].bias.grad = None
@@ -115,6 +115,9 @@ def test_gradient_is_written_when_it_is_looked_at() -> None:
     )
     assert not gradient["layers.1"][:, -1].any()
     assert list(gradient.parts(theta["layers.1"])) == ["layers.1.weight"]
+    monkeypatch.setattr(Gradient, "__getitem__", None)  # to ask for a name writes nothing
+    assert "layers.2" in gradient
+    assert "layers.3" not in gradient
     assert bool(gradient.finite())
     net.layers[2].weight.grad[0, 0] = float("inf")
     assert not bool(gradient.finite())

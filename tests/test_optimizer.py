@@ -392,11 +392,11 @@ def parts_looked_at(
     """Which shares of each of 16 batches are looked at, some of which have an odd datum."""
     parts: list[list[float]] = []
 
-    def spied(*args: Any) -> Tensor:
-        parts[-1].append(args[3])
-        return gauss_newton_gram(*args)
+    def spied(*args: Any, part: float, least: int) -> Tensor:
+        parts[-1].append(part)
+        return gauss_newton_gram(*args, part=part, least=least)
 
-    monkeypatch.setattr("gaussnewton.optimizer.gauss_newton_gram", spied)
+    monkeypatch.setattr("gaussnewton.looking.gauss_newton_gram", spied)
     model, criterion = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 3)), nn.MSELoss()
     optimizer = gn.GaussNewton(model, criterion, damping=gn.Damping(tau=1e-3), **settings)
     everything = torch.randn(1200, 5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gaussnewton.proposal import Gram, Proposal, calibrated, own_scales, plain, scaled
+from gaussnewton.proposal import Gram, Proposal, calibrated, own_scales, plain
 
 SHAPES = {"first": (3, 4), "second": (2, 4), "third": (1, 3)}
 SHIFT = {"first": 0.3, "second": 0.3, "third": torch.rand(1, 3).double() + 0.1}
@@ -24,7 +24,7 @@ class Dense:
         zero = {name: torch.zeros(*shape).double() for name, shape in SHAPES.items()}
         return torch.cat([part.flatten() for part in (zero | matrices).values()])
 
-    def gram(self, layers: dict | None, others: dict | None, whole: bool) -> Tensor:  # noqa: ARG002
+    def gram(self, layers: dict | None, others: dict | None) -> Tensor:
         spans = [] if layers is None else [{name: layers[name]} for name in SHAPES]
         if others is not None:
             count = len(next(iter(others.values())))
@@ -67,7 +67,7 @@ def test_calibrated_step_is_the_one_written_out(favour: float, momentum: bool) -
         return own
 
     proposal = calibrated(
-        gradient, copies(direction), previous, dense.gram, SHIFT, list(SHAPES), blend, 1e9, 0.7,
+        gradient, copies(direction), previous, [dense.gram], SHIFT, list(SHAPES), blend, 1e9, 0.7,
         favour,
     )  # fmt: skip
     C, g = dense.shifted(), dense.vector(gradient)
@@ -97,12 +97,11 @@ def test_known_scales_give_the_same_step() -> None:
         name: torch.tensor(s).double() for name, s in zip(SHAPES, (0.1, -0.4, 0.7), strict=True)
     }
     looked = calibrated(
-        gradient, copies(direction), previous, dense.gram, SHIFT, list(SHAPES),
+        gradient, copies(direction), previous, [dense.gram], SHIFT, list(SHAPES),
         lambda name, _: kept[name], 1.0, 0.8, 0.5,
     )  # fmt: skip
-    other = plain(
-        gradient, scaled(direction, kept), previous, dense.gram, SHIFT, share=0.8, most=1.0
-    )
+    scaled = {name: d * kept[name].exp() for name, d in direction.items()}
+    other = plain(gradient, scaled, previous, [dense.gram], SHIFT, share=0.8, most=1.0)
     torch.testing.assert_close(dense.vector(other.update), dense.vector(looked.update))
     torch.testing.assert_close(other.predicted(), looked.predicted())
 
@@ -118,28 +117,35 @@ def test_a_part_of_the_batch_that_promises_too_much_is_not_believed(by_layer: bo
     dense, gradient = Dense(), matrices()
     direction, asked = downhill(gradient), []
 
-    def gram(layers: dict | None, others: dict | None, whole: bool) -> Tensor:
-        """The part has hardly any curvature, as where an odd datum is outside of it."""
-        asked.append(whole)
-        return dense.gram(layers, others, whole) * (1.0 if whole else 1e-6)
+    def part(layers: dict | None, others: dict | None) -> Tensor:
+        """It has hardly any curvature, as where an odd datum is outside of it."""
+        asked.append("part")
+        return dense.gram(layers, others) * 1e-6
 
-    def proposed(gram: Gram, believed: float) -> Proposal:
+    def whole(layers: dict | None, others: dict | None) -> Tensor:
+        asked.append("whole")
+        return dense.gram(layers, others)
+
+    both = [part, whole]
+
+    def proposed(looks: list[Gram], believed: float) -> Proposal:
         start = copies(direction)
         if not by_layer:
-            return plain(gradient, start, None, gram, SHIFT, believed=believed)
+            return plain(gradient, start, None, looks, SHIFT, believed=believed)
         return calibrated(
-            gradient, start, None, gram, SHIFT, list(SHAPES), lambda _, own: own, 1e9, 1.0, 0.0,
+            gradient, start, None, looks, SHIFT, list(SHAPES), lambda _, own: own, 1e9, 1.0, 0.0,
             believed,
         )  # fmt: skip
 
-    careless = proposed(gram, math.inf)
-    assert asked == [False]
+    careless = proposed(both, math.inf)
+    assert asked == ["part"]
     promise = -float(careless.predicted())
     assert torch.equal(
-        dense.vector(proposed(gram, 1.01 * promise).update), dense.vector(careless.update)
+        dense.vector(proposed(both, 1.01 * promise).update), dense.vector(careless.update)
     )
-    assert asked == [False, False]
-    careful = proposed(gram, 0.99 * promise)
-    assert asked[2:] == [False, True]
-    expected = proposed(dense.gram, math.inf)
+    assert asked == ["part"] * 2
+    careful = proposed(both, 0.99 * promise)
+    assert asked[2:] == ["part", "whole"]
+    expected = proposed([dense.gram], math.inf)
     torch.testing.assert_close(dense.vector(careful.update), dense.vector(expected.update))
+    assert (careless.gram, careful.gram) == (part, whole)

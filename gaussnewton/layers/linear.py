@@ -92,11 +92,22 @@ class LinearRule(ChainRule):
         if not module.weight.requires_grad:
             return direction.mT.repeat(1, a.shape[0], 1)
         V = direction[:, :, : a.shape[1]].flatten(0, 1)
-        moved = (a @ V.T).unflatten(1, (k, rows)).transpose(0, 1)
-        return moved + direction[:, :, -1].unsqueeze(1) if _trains_bias(module) else moved
+        moved = (
+            torch.addmm(direction[:, :, -1].flatten(), a, V.T) if _trains_bias(module) else a @ V.T
+        )
+        return moved.unflatten(1, (k, rows)).transpose(0, 1)
 
-    def push_rows(self, module: nn.Linear, rows: Float[Tensor, "k n d"]) -> Float[Tensor, "k n e"]:
-        return rows @ widened(module.weight.detach()).T
+    def push_rows(
+        self,
+        module: nn.Linear,
+        rows: Float[Tensor, "k n d"],
+        beside: Float[Tensor, "k n e"] | None = None,
+    ) -> Float[Tensor, "k n e"]:
+        W = widened(module.weight.detach())
+        if beside is None:
+            return rows @ W.T
+        flat = beside.reshape(-1, W.shape[0])
+        return flat.addmm_(rows.flatten(0, 1), W.T).view(beside.shape)
 
 
 def _trains_bias(module: nn.Linear) -> bool:

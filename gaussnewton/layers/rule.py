@@ -145,8 +145,16 @@ class ChainRule(MatrixRule):
         """V a: how the outputs move when the matrix ``[W | b]`` moves along V."""
 
     @abstractmethod
-    def push_rows(self, module: Any, rows: Float[Tensor, "k n d"]) -> Float[Tensor, "k n e"]:
-        """W r: tangents at the inputs, carried to the outputs."""
+    def push_rows(
+        self,
+        module: Any,
+        rows: Float[Tensor, "k n d"],
+        beside: Float[Tensor, "k n e"] | None = None,
+    ) -> Float[Tensor, "k n e"]:
+        """W r + b: tangents at the inputs, carried to the outputs, and others that are there.
+
+        Those may be overwritten.
+        """
 
 
 _RULES: dict[tuple[type[nn.Module], str], LayerRule] = {}

@@ -1,0 +1,67 @@
+"""Ways to dᵀ Ḡ d, the full Gauss-Newton matrix's curvature along directions: cheapest first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from gaussnewton.observer import Observation
+from gaussnewton.observing import Matrices
+from gaussnewton.progress import Progress
+from gaussnewton.proposal import Gram
+from gaussnewton.quadratic import gauss_newton_gram, looked_at
+from gaussnewton.settings import StepSize
+
+MEMORY = 0.7
+"""Of the running geometric mean of dᵀ Ḡ d / dᵀ C̃ d, by look."""
+
+
+def looks_at(observations: Sequence[Observation], settings: StepSize) -> list[Gram]:
+    """J·v on a part of the batch, and on the whole of it; on the whole only, if that is the part.
+
+    Args:
+        observations: the forward passes whose loss is meant.
+        settings: how large the part is.
+    """
+    data = [observation.record.data for observation in observations]
+    whole = all(looked_at(n, settings.part, settings.least) == n for n in data)
+    parts = (1.0,) if whole else (settings.part, 1.0)
+    return [
+        partial(gauss_newton_gram, observations, part=part, least=settings.least) for part in parts
+    ]
+
+
+def expecting(
+    looks: Sequence[Gram], of_blocks: Callable[[Matrices], Tensor], due: bool, progress: Progress
+) -> list[Gram]:
+    """The same looks along one direction; before them, where none is due, what to expect of them.
+
+    dᵀ Ḡ d is as many times dᵀ C̃ d as at the last looks: that ratio changes slowly, while either
+    of them changes with each batch. Their running mean is taken, because what one batch says of
+    it would spoil all updates up to the next look.
+
+    Args:
+        looks: see :func:`looks_at`.
+        of_blocks: dᵀ C̃ d.
+        due: whether to look in any case.
+        progress: where the ratio is kept.
+    """
+
+    def expected(layers: Matrices | None, others: Matrices | None) -> Tensor:
+        assert layers is None
+        assert others is not None
+        return (progress.bend * of_blocks(others)).reshape(1, 1)
+
+    def noted(layers: Matrices | None, others: Matrices | None) -> Tensor:
+        assert others is not None
+        found = looks[0](layers, others)
+        ratio = float(found.squeeze() / of_blocks(others))
+        if 0 < ratio < math.inf:
+            progress.bend = (progress.bend or ratio) ** MEMORY * ratio ** (1 - MEMORY)
+        return found
+
+    known = progress.bend > 0 and not due
+    return [*([expected] if known else []), noted, *looks[1:]]

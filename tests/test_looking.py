@@ -1,0 +1,140 @@
+"""How often the full Gauss-Newton matrix is asked, and what is expected of it in between."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gaussnewton as gn
+from gaussnewton.quadratic import gauss_newton_gram
+from tests.problems import fit, network
+
+SCALES = (0.7, -0.3)
+
+
+def problem() -> tuple[nn.Module, Tensor, Tensor]:
+    x = torch.randn(40, 4, dtype=torch.float64)
+    return network([4, 5, 3]), x, torch.stack([x[:, 0] * x[:, 1], x[:, 2], x[:, 3] ** 2], 1)
+
+
+def gradient(net: nn.Module, criterion: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    net.zero_grad()
+    criterion(net(x), y).backward()
+    found = {name: p.grad.clone() for name, p in net.named_parameters()}
+    net.zero_grad()
+    return gn.Theta(net).vector(found)
+
+
+@pytest.mark.parametrize("calibrate", [True, False])
+def test_without_a_look_curvature_is_as_many_times_that_of_the_blocks(calibrate: bool) -> None:
+    """Written out: d = −S C̃⁻¹ g, α = −gᵀd / (r dᵀC̃d + τ dᵀd), r as it was an update before."""
+    net, x, y = problem()
+    criterion, tau, share = nn.MSELoss(), 0.05, 0.6
+    optimizer = gn.GaussNewton(
+        net,
+        criterion,
+        curvature="kflr",
+        inversion="exact",
+        damping=gn.Damping(tau=tau, tau_interval=1000, anneal=False),
+        step_size=gn.StepSize(
+            smooth=0.0, calibrate=calibrate, share=share, ask=9, growth=9.0, part=1.0, most=1e9
+        ),
+        refresh=gn.Refresh(early=0, curvature=100),
+    )
+    fit(optimizer, x, y, 1)
+    blocks = [block.dense() for block in optimizer._blocks().values()]
+    logs = torch.tensor(SCALES).double() if calibrate else torch.zeros(2).double()
+    S = torch.cat([s.exp().expand(len(b)) for s, b in zip(logs, blocks, strict=True)])
+    if calibrate:
+        for group, s in zip(gn.Theta(net), logs, strict=True):
+            optimizer._layer_state(group.name)["log_scale"] = s
+    else:
+        optimizer.param_groups[0]["progress"]["bend"] = 0.0  # the first to be looked at is next
+    damped = torch.block_diag(*blocks) + tau * torch.eye(len(S)).double()
+    ratio = None
+    for _ in range(3):
+        before = copy.deepcopy(net)
+        fit(optimizer, x, y, 1)
+        g = gradient(before, criterion, x, y)
+        d = -S * torch.linalg.solve(damped, g)
+        own, full = d @ damped @ d, d @ gn.exact.gauss_newton(before, criterion, (x, y)) @ d
+        if ratio is None:
+            ratio = float(full / own)
+        else:
+            assert float(full / own) != pytest.approx(ratio, rel=1e-3)
+        alpha = share * float(-(g @ d) / (ratio * own + tau * d @ d))
+        assert optimizer.diagnostics["alpha"] == pytest.approx(alpha, rel=1e-6)
+        assert optimizer.param_groups[0]["progress"]["bend"] == pytest.approx(ratio, rel=1e-6)
+
+
+def looks(monkeypatch: pytest.MonkeyPatch, updates: int, **settings: Any) -> list[int]:
+    """How often each update asks for products with the Jacobian."""
+    count: list[int] = []
+
+    def spied(*args: Any, **more: Any) -> Tensor:
+        count[-1] += 1
+        return gauss_newton_gram(*args, **more)
+
+    monkeypatch.setattr("gaussnewton.looking.gauss_newton_gram", spied)
+    net, x, y = problem()
+    refresh = gn.Refresh(early=2, curvature=6, growth=0.0)
+    lr = settings.pop("lr", 1.0)
+    layers = [{"params": layer.parameters()} for layer in net.layers]
+    params = None if lr == 1.0 else [layers[0], layers[1] | {"lr": lr}]
+    optimizer = gn.GaussNewton(
+        net, nn.MSELoss(), params, refresh=refresh, step_size=gn.StepSize(**settings)
+    )
+    for _ in range(updates):
+        count.append(0)
+        fit(optimizer, x, y, 1)
+    count[0] = min(count[0], 1)  # τ is looked for
+    return count
+
+
+def test_looks_grow_rarer_with_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    step_size = gn.StepSize(ask=3, growth=0.2)
+    assert [step_size.interval(t) for t in (1, 9, 10, 15, 100)] == [1, 1, 2, 3, 3]
+    found = looks(monkeypatch, 20, ask=3, growth=0.2)
+    # Layers are calibrated at 1, 2, 8, 14 and 20; looks are counted from the update after that.
+    assert found == [1] * 9 + [0, 1, 0, 1] + [1, 1, 0, 0, 1, 0, 1]
+
+
+def test_always_looks_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert looks(monkeypatch, 12, ask=1, growth=1.0) == [1] * 12
+
+
+def test_several_directions_are_always_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert looks(monkeypatch, 12, momentum=True, growth=1.0) == [1] * 12
+    # With two rates the step is no multiple of the direction, and is looked at itself.
+    assert looks(monkeypatch, 12, lr=0.5, growth=1.0)[1:] == [2] * 11
+
+
+def test_an_expectation_that_promises_too_much_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net, x, y = problem()
+    optimizer = gn.GaussNewton(
+        net,
+        nn.MSELoss(),
+        refresh=gn.Refresh(early=1, curvature=100),
+        step_size=gn.StepSize(ask=50, growth=9.0),
+    )
+    fit(optimizer, x, y, 4)
+    progress, asked = optimizer.param_groups[0]["progress"], []
+
+    def spied(*args: Any, **more: Any) -> Tensor:
+        asked.append(True)
+        return gauss_newton_gram(*args, **more)
+
+    monkeypatch.setattr("gaussnewton.looking.gauss_newton_gram", spied)
+    fit(optimizer, x, y, 1)
+    assert asked == []
+    found = progress["bend"]
+    optimizer.param_groups[0]["progress"]["promise"] *= 1e-3
+    fit(optimizer, x, y, 1)
+    assert asked == [True]
+    assert optimizer.param_groups[0]["progress"]["bend"] != found
