@@ -95,6 +95,7 @@ class Setting:
         interval: updates between two estimates, each with its inverses.
         share: of a batch's tokens, for curvature.
         part: of a batch's tokens, for the quadratic model.
+        ask: updates between two looks at its curvature, a J·v each.
         looks: updates between two looks at ρ and at the averaged parameters, a forward pass each.
         largest: the limit on factors.
     """
@@ -102,15 +103,16 @@ class Setting:
     interval: int
     share: float
     part: float
+    ask: int
     looks: int
     largest: int | None
 
 
 SETTINGS = {
-    "at first": Setting(5, 1.0, 0.25, 5, 4096),
-    "defaults": Setting(50, 1.0, 0.25, 5, 4096),
-    "defaults, no limit": Setting(50, 1.0, 0.25, 5, None),
-    "lean": Setting(20, 1 / 16, 1 / 16, 20, 1024),
+    "at first": Setting(5, 1.0, 0.25, 1, 5, 4096),
+    "defaults": Setting(50, 1.0, 0.25, 5, 15, 4096),
+    "defaults, no limit": Setting(50, 1.0, 0.25, 5, 15, None),
+    "lean": Setting(20, 1 / 16, 1 / 16, 5, 20, 1024),
 }
 
 
@@ -156,7 +158,7 @@ class Plan:
             "inverses": self.blocks.inversion / s.interval,
             "direction": self.blocks.solve,
             "looks at ρ": 2 * n * self.passes.forward / s.looks,
-            "J·v": n * s.part * (1 + 2 * DIRECTIONS) * self.passes.forward,
+            "J·v": n * s.part * (1 + 2 * DIRECTIONS) * self.passes.forward / s.ask,
         }
 
     def bytes(self) -> dict[str, float]:

@@ -103,6 +103,8 @@ class CurvedOptimizer(GuardedOptimizer):
         for name in self._inverses.keys() - self._observer.theta.groups.keys():
             del self._inverses[name]  # of layers that are frozen now
         progress.written_out = self.refresh.many_solves(progress.t)
+        if rules.has_moved(progress):
+            progress.bend = 0.0  # it was found with another γ
         for name, inverse in self._each_inverse(progress.gamma, progress):
             self._inverses[name] = inverse  # one by one, so that few are there twice
         progress.inverted_with = progress.gamma

@@ -41,14 +41,15 @@ MUCH = 2.0
 """A surprise counts for no more than this, so that one odd batch is soon forgotten."""
 
 UNHEARD_OF = 4.0
-"""A part of a batch that promises so many times what steps were to gain of late is not believed."""
+"""A part of a batch, or an expectation, that promises so many times what steps were to gain of late
+is not believed."""
 
 MOVED = 1.5
 """Inverses serve on while γ has changed by no more than this factor. A direction hardly depends on
 it, and the quadratic model, which has τ itself, decides how far to go."""
 
 REFUSAL = 4
-"""After a refused step τ rises by as much as in so many ordinary rises."""
+"""After a refused step τ rises by as much as in so many ordinary rises at the start."""
 
 
 def mean_eigenvalue(blocks: Mapping[str, Block]) -> float:
@@ -83,6 +84,7 @@ def best_first(falls: Mapping[float, float]) -> float:
 def start(tau: float, progress: Progress) -> None:
     """τ₀ and γ₀."""
     progress.first_tau = progress.tau = progress.gamma = tau
+    progress.bend = 0.0  # it was found with another γ
 
 
 def adapt_tau(rho: float, progress: Progress, settings: Damping) -> None:
@@ -129,7 +131,7 @@ def note_promise(predicted: float, progress: Progress) -> None:
 
 
 def believed(progress: Progress) -> float:
-    """The greatest fall in loss that the quadratic model of a part of a batch may promise.
+    """The greatest fall in loss that a quadratic model may promise without the whole batch's word.
 
     The slope is that of the whole batch. One odd datum of it, outside of the part, can lead
     where the part has no curvature at all.

@@ -49,19 +49,20 @@ def expecting(
         due: whether to look in any case.
         progress: where the ratio is kept.
     """
+    past = progress.bend
 
     def expected(layers: Matrices | None, others: Matrices | None) -> Tensor:
         assert layers is None
         assert others is not None
-        return (progress.bend * of_blocks(others)).reshape(1, 1)
+        return (past * of_blocks(others)).reshape(1, 1)
 
-    def noted(layers: Matrices | None, others: Matrices | None) -> Tensor:
+    def noted(look: Gram, layers: Matrices | None, others: Matrices | None) -> Tensor:
         assert others is not None
-        found = looks[0](layers, others)
+        found = look(layers, others)
         ratio = float(found.squeeze() / of_blocks(others))
-        if 0 < ratio < math.inf:
-            progress.bend = (progress.bend or ratio) ** MEMORY * ratio ** (1 - MEMORY)
+        if 0 < ratio < math.inf:  # of several looks the last one is believed
+            progress.bend = (past or ratio) ** MEMORY * ratio ** (1 - MEMORY)
         return found
 
-    known = progress.bend > 0 and not due
-    return [*([expected] if known else []), noted, *looks[1:]]
+    known = past > 0 and not due
+    return [*([expected] if known else []), *(partial(noted, look) for look in looks)]

@@ -121,7 +121,9 @@ class ObservingOptimizer(Optimizer):
             progress.t += 1
             progress.skipped_in_a_row = 0
             progress.greatest_loss = max(progress.greatest_loss, abs(float(before)))
-            self.update(observations, gradient, before, progress)
+            # In full precision, also where the loop's mixed precision reaches as far as here.
+            with torch.autocast(before.device.type, enabled=False):
+                self.update(observations, gradient, before, progress)
             self._average(progress)
         elif not self.recover(observations, before, progress):
             self._skip(progress)

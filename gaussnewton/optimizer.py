@@ -27,7 +27,7 @@ from gaussnewton.parameters import Group
 from gaussnewton.passage import Passage
 from gaussnewton.progress import Progress
 from gaussnewton.proposal import Gram, Proposal, Shift, calibrated, plain, squared
-from gaussnewton.settings import Damping, Guard, Refresh, StepSize
+from gaussnewton.settings import Damping, Guard, Refresh, StepSize, check_kinds
 from gaussnewton.smoothing import smooth, smoothed
 
 
@@ -110,13 +110,7 @@ class GaussNewton(CurvedOptimizer):
             "guard": guard,
             "largest": largest,
         }
-        for name, kind in (
-            ("damping", Damping), ("step_size", StepSize), ("refresh", Refresh), ("guard", Guard)
-        ):  # fmt: skip
-            if not isinstance(settings[name], kind):
-                raise TypeError(
-                    f"{name} is a gn.{kind.__name__}(…), not {type(settings[name]).__name__}"
-                )
+        check_kinds(damping=damping, step_size=step_size, refresh=refresh, guard=guard)
         if curvature != "auto" and isinstance(estimator_of(curvature), BlockHessian):
             raise ValueError("a Hessian need not be positive; choose 'kfra', 'kflr' or 'kfac'.")
         check_largest(largest)
@@ -221,9 +215,13 @@ class GaussNewton(CurvedOptimizer):
         scales: Mapping[str, Tensor],
         progress: Progress,
     ) -> list[Gram]:
-        """Looks at the direction's curvature, where one is due; else what is to be expected."""
+        """Looks at the direction's curvature, where one is due; else what is to be expected.
+
+        Always looks where there is more than one direction, of which one has to be chosen.
+        """
         rates = {float(group["lr"]) for group in self.param_groups}
-        if self.step_size.momentum or len(rates) > 1:  # there is more than one direction
+        several = self.step_size.momentum or self.damping.gamma == "search" or len(rates) > 1
+        if self.step_size.ask == 1 or several:
             return looks
 
         def of_blocks(direction: Matrices) -> Tensor:
@@ -236,7 +234,7 @@ class GaussNewton(CurvedOptimizer):
 
         # Where layers are calibrated, the first update after that is the first to look.
         since = progress.age - (1 if scales else 0)
-        due = since % self.step_size.interval(progress.t) == 0
+        due = since % self.step_size.interval(progress.t) == 0 or self._rho_is_due(progress)
         return expecting(looks, of_blocks, due, progress)
 
     def _known_scales(self) -> dict[str, Tensor]:
@@ -348,8 +346,7 @@ class GaussNewton(CurvedOptimizer):
         """Take the step, and see what follows from ρ for τ and for the step (appendix B.3)."""
         step = self._times_lr(proposal.update)
         predicted = self._predicted(proposal, step, gradient, progress.tau)
-        rho, actual, kept = None, None, True
-        due = progress.t % self.damping.interval(progress.t) == 0 or progress.look
+        rho, actual, kept, due = None, None, True, self._rho_is_due(progress)
         start = self._keep_start()
         if not math.isfinite(float(predicted)):
             kept = False
@@ -378,6 +375,9 @@ class GaussNewton(CurvedOptimizer):
             progress.last_after = None
             self._refuse(progress)
         self._diagnose(proposal, before, predicted, actual, rho, progress)
+
+    def _rho_is_due(self, progress: Progress) -> bool:
+        return progress.look or progress.t % self.damping.interval(progress.t) == 0
 
     def _predicted(
         self,

@@ -15,7 +15,7 @@ class Damping:
             known run.
         gamma: "tied" keeps γ = τ; "search" takes the best of {ω γ, γ, γ/ω} every
             ``gamma_interval`` updates, as in the paper.
-        tau_interval: T_τ, updates between two looks at ρ. Each look costs a forward pass.
+        tau_interval: T_τ, updates between two looks at ρ at first. Each costs a forward pass.
         growth: later there are so many updates between two of them for each update so far, three
             times ``tau_interval`` at most: 0.05 is 10 at update 200. 0 keeps to ``tau_interval``.
         gamma_interval: T_γ.
@@ -24,8 +24,8 @@ class Damping:
         raise_below: τ rises where ρ is below this. The paper has 0.75 for both.
         anneal: raise τ also where the averaged parameters do better on fresh batches than the
             present ones, and go back to them if they do far better. Without it, small batches
-            are fitted ever more closely one by one. It costs a forward pass every
-            ``tau_interval`` updates.
+            are fitted ever more closely one by one. It costs a forward pass at
+            each look at ρ.
         bounds: the least and greatest τ and γ, as multiples of the first τ.
     """
 
@@ -75,8 +75,9 @@ class StepSize:
         ask: the most updates between two looks at the quadratic model's curvature along the
             direction, each of which takes a product with the Jacobian. In between it is taken to
             be as many times what the blocks have there as it was at the last looks. There is one
-            too where a step would promise far more than others did of late. 1 looks always, as
-            does ``momentum``.
+            too at the first direction after an estimate of curvature or a change of γ, where ρ is
+            looked at, and where a step would promise far more than others did of late. 1 looks
+            always, as do ``momentum``, a search for γ and learning rates that differ.
         growth: there are so many updates between two looks for each update so far: 0.02 is 2 from
             update 100 on.
         part: the share of a batch on which the quadratic model's curvature is evaluated. Where it
@@ -163,6 +164,17 @@ class Guard:
     tolerance: float = 1.0
     fresh_tolerance: float = 5.0
     patience: int = 10
+
+
+KINDS = {"damping": Damping, "step_size": StepSize, "refresh": Refresh, "guard": Guard}
+
+
+def check_kinds(**given: object) -> None:
+    """Refuse what is no group of settings, such as a number for damping."""
+    for name, value in given.items():
+        kind = KINDS[name]
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} is a gn.{kind.__name__}(…), not {type(value).__name__}")
 
 
 PAPER: dict[str, Any] = {

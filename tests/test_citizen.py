@@ -439,7 +439,8 @@ def test_overflow_under_a_grad_scaler_leaves_no_trace() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("curvature", ["kflr", "kfra", "kfac"])
-def test_autocast(dtype: torch.dtype, curvature: str) -> None:
+@pytest.mark.parametrize("all_inside", [False, True])
+def test_autocast(dtype: torch.dtype, curvature: str, all_inside: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
     criterion = nn.MSELoss()
@@ -453,7 +454,8 @@ def test_autocast(dtype: torch.dtype, curvature: str) -> None:
         loss.backward()
         observed = optimizer._observer.observations[-1]
         assert torch.equal(optimizer._observer.evaluate(observed), loss.detach())
-        optimizer.step()
+        with torch.autocast("cpu", dtype=dtype, enabled=all_inside):
+            optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.3 * losses[0]
     assert all(p.dtype == torch.float32 for p in model.parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import gaussnewton as gn
+from gaussnewton.looking import expecting
+from gaussnewton.progress import Progress
+from gaussnewton.proposal import Gram, plain
 from gaussnewton.quadratic import gauss_newton_gram
 from tests.problems import fit, network
 
@@ -71,6 +75,21 @@ def test_without_a_look_curvature_is_as_many_times_that_of_the_blocks(calibrate:
         assert optimizer.param_groups[0]["progress"]["bend"] == pytest.approx(ratio, rel=1e-6)
 
 
+def test_what_was_found_while_looking_for_damping_does_not_count() -> None:
+    net, x, y = problem()
+    step_size = gn.StepSize(calibrate=False, smooth=0.0, part=1.0)
+    optimizer = gn.GaussNewton(net, nn.MSELoss(), curvature="kflr", step_size=step_size)
+    before = copy.deepcopy(net)
+    fit(optimizer, x, y, 1)
+    g, progress = gradient(before, nn.MSELoss(), x, y), optimizer.param_groups[0]["progress"]
+    d = -torch.cat([
+        optimizer._inverses[group.name].solve(V).T.flatten()
+        for group, V in zip(gn.Theta(net), gn.Theta(net).matrices(g).values(), strict=True)
+    ])  # fmt: skip
+    full = d @ gn.exact.gauss_newton(before, nn.MSELoss(), (x, y)) @ d
+    assert progress["bend"] == pytest.approx(float(-full / (g @ d)), rel=1e-6)
+
+
 def looks(monkeypatch: pytest.MonkeyPatch, updates: int, **settings: Any) -> list[int]:
     """How often each update asks for products with the Jacobian."""
     count: list[int] = []
@@ -82,11 +101,16 @@ def looks(monkeypatch: pytest.MonkeyPatch, updates: int, **settings: Any) -> lis
     monkeypatch.setattr("gaussnewton.looking.gauss_newton_gram", spied)
     net, x, y = problem()
     refresh = gn.Refresh(early=2, curvature=6, growth=0.0)
-    lr = settings.pop("lr", 1.0)
+    lr, damping = settings.pop("lr", 1.0), settings.pop("damping", gn.Damping(tau_interval=100))
     layers = [{"params": layer.parameters()} for layer in net.layers]
     params = None if lr == 1.0 else [layers[0], layers[1] | {"lr": lr}]
     optimizer = gn.GaussNewton(
-        net, nn.MSELoss(), params, refresh=refresh, step_size=gn.StepSize(**settings)
+        net,
+        nn.MSELoss(),
+        params,
+        damping=damping,
+        refresh=refresh,
+        step_size=gn.StepSize(**settings),
     )
     for _ in range(updates):
         count.append(0)
@@ -103,12 +127,65 @@ def test_looks_grow_rarer_with_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [1] * 9 + [0, 1, 0, 1] + [1, 1, 0, 0, 1, 0, 1]
 
 
+def test_looks_where_rho_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    damping = gn.Damping(tau_interval=5, growth=0.0)
+    found = looks(monkeypatch, 20, ask=3, growth=0.2, damping=damping)
+    assert found == [1] * 9 + [1, 1, 0, 1] + [1, 1, 0, 0, 1, 0, 1]
+
+
+def test_a_change_of_gamma_takes_a_look() -> None:
+    net, x, y = problem()
+    optimizer = gn.GaussNewton(
+        net,
+        nn.MSELoss(),
+        damping=gn.Damping(tau=0.1, tau_interval=1000),
+        step_size=gn.StepSize(smooth=0.0, calibrate=False, ask=100, growth=9.0),
+        refresh=gn.Refresh(early=1, curvature=100, inverse=1),
+    )
+    bends = []
+    for gamma in (0.1, 0.1, 0.13, 0.3, 0.3):
+        if optimizer.param_groups[0]["progress"]["t"]:
+            optimizer.param_groups[0]["progress"]["gamma"] = gamma
+        fit(optimizer, x, y, 1)
+        bends.append(optimizer.param_groups[0]["progress"]["bend"])
+    assert bends[0] == bends[1] == bends[2]
+    assert bends[3] < 0.9 * bends[2]  # more damping in C̃, and nothing kept of what was before
+    assert bends[4] == bends[3]
+
+
+@pytest.mark.parametrize(
+    ("believed", "asked"), [(1e9, []), (40.0, ["part"]), (0.4, ["part", "whole"])]
+)
+def test_the_last_look_is_the_one_to_be_kept(believed: float, asked: list[str]) -> None:
+    """Along one direction: bᵀd = −1, and 1/2M is promised."""
+    found, progress = [], Progress(bend=0.005)
+
+    def look(name: str, M: float, _: object, others: object) -> Tensor:
+        assert others is not None
+        found.append(name)
+        return torch.full((1, 1), M).double()
+
+    both: list[Gram] = [partial(look, "part", 0.02), partial(look, "whole", 1.0)]
+    along, slope = {"a": torch.ones(1, 1).double()}, {"a": -torch.ones(1, 1).double()}
+    proposal = plain(
+        slope, along, None, expecting(both, lambda _: torch.tensor(0.5).double(), False, progress),
+        {"a": 0.0}, believed=believed,
+    )  # fmt: skip
+    assert found == asked
+    M = {"part": 0.02, "whole": 1.0}.get(asked[-1] if asked else "", 0.005 * 0.5)
+    assert float(proposal.coefficients) == pytest.approx(1 / M)
+    expected = 0.005 if not asked else 0.005**0.7 * (M / 0.5) ** 0.3
+    assert progress.bend == pytest.approx(expected)
+
+
 def test_always_looks_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     assert looks(monkeypatch, 12, ask=1, growth=1.0) == [1] * 12
 
 
 def test_several_directions_are_always_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     assert looks(monkeypatch, 12, momentum=True, growth=1.0) == [1] * 12
+    settings = {"damping": gn.Damping(gamma="search", gamma_interval=4, tau_interval=100)}
+    assert looks(monkeypatch, 12, growth=1.0, **settings) == ([1] * 3 + [3]) * 3
     # With two rates the step is no multiple of the direction, and is looked at itself.
     assert looks(monkeypatch, 12, lr=0.5, growth=1.0)[1:] == [2] * 11
 
@@ -120,6 +197,7 @@ def test_an_expectation_that_promises_too_much_is_not_believed(
     optimizer = gn.GaussNewton(
         net,
         nn.MSELoss(),
+        damping=gn.Damping(tau_interval=100),
         refresh=gn.Refresh(early=1, curvature=100),
         step_size=gn.StepSize(ask=50, growth=9.0),
     )

@@ -151,7 +151,7 @@ class ChainRule(MatrixRule):
         rows: Float[Tensor, "k n d"],
         beside: Float[Tensor, "k n e"] | None = None,
     ) -> Float[Tensor, "k n e"]:
-        """W r + b: tangents at the inputs, carried to the outputs, and others that are there.
+        """W r: tangents at the inputs, carried to the outputs; added to others beside them.
 
         Those may be overwritten.
         """
