@@ -14,7 +14,7 @@ Setting = dict[str, Any]
 """What was chosen for a contender; nothing for one that needs nothing."""
 
 FEW_DECAYS = (1.0, 0.25)
-DAMPINGS = (0.1, 1.0, 10.0, 150.0)
+DAMPINGS = (0.01, 0.03, 0.1, 1.0, 10.0, 150.0)
 """150 is that of kfac-jax's own example."""
 
 MEMORIES = (0.9, 0.95, 0.99)
