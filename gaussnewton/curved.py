@@ -19,6 +19,7 @@ from gaussnewton.guarding import GuardedOptimizer
 from gaussnewton.observer import Observation
 from gaussnewton.passage import refuse_loose
 from gaussnewton.progress import Progress
+from gaussnewton.proposal import Shift
 from gaussnewton.running import blocks_of, careful_inverse, store, stored
 from gaussnewton.settings import Refresh
 
@@ -114,6 +115,24 @@ class CurvedOptimizer(GuardedOptimizer):
         for name, block in self._blocks().items():
             damping, last = gamma + self._eta(name), self._inverses.get(name)
             yield name, careful_inverse(name, block, damping, self.inversion, last, progress)
+
+    def _shift(self, tau: float) -> Shift:
+        """What Ḡ gets on its diagonal: τ + η, by parameter in layers where η is not one number."""
+        result: Shift = {}
+        for group in self._observer.theta:
+            etas = {key: self._setting(p, "weight_decay") for key, p in group.parameters.items()}
+            same = len(set(etas.values())) == 1
+            result[group.name] = (
+                tau + self._eta(group.name)
+                if same
+                else group.matrix(
+                    {
+                        key: torch.full_like(p, tau + etas[key], dtype=torch.float64)
+                        for key, p in group.parameters.items()
+                    }
+                )
+            )
+        return result
 
     def _prime(self) -> None:
         super()._prime()

@@ -81,6 +81,23 @@ def best_first(falls: Mapping[float, float]) -> float:
     return min(tau for tau, fall in falls.items() if fall >= min(NEARLY * best, best))
 
 
+def past_the_best(falls: Mapping[float, float]) -> bool:
+    """Whether greater τ need not be tried: the last one's fall is clearly less than the best.
+
+    Falls rise and then fall with τ, so that none further on is the best.
+
+    Args:
+        falls: by τ, from the least on.
+
+    Example:
+        >>> from gaussnewton.damping import past_the_best
+        >>> past_the_best({0.1: 3.0, 1.0: 9.5}), past_the_best({0.1: 3.0, 1.0: 9.5, 10.0: 8.0})
+        (False, True)
+    """
+    best, last = max(falls.values()), list(falls.values())[-1]
+    return best > 0 and last < NEARLY * best
+
+
 def start(tau: float, progress: Progress) -> None:
     """τ₀ and γ₀."""
     progress.first_tau = progress.tau = progress.gamma = tau

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from gaussnewton import damping as rules
 from gaussnewton.gram import widened
+from gaussnewton.matrices import Matrices
 from gaussnewton.observer import Observation
-from gaussnewton.observing import Matrices, ObservingOptimizer
+from gaussnewton.observing import ObservingOptimizer
 from gaussnewton.progress import Progress
 from gaussnewton.settings import Damping, Guard
 

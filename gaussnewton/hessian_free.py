@@ -14,8 +14,9 @@ from gaussnewton.estimators import KFAC, KFRA
 from gaussnewton.exact import ConjugateGradientsResult, conjugate_gradients
 from gaussnewton.gradients import Gradient
 from gaussnewton.jacobian import gauss_newton_product
+from gaussnewton.matrices import Matrices
 from gaussnewton.observer import Observation
-from gaussnewton.observing import Matrices, ObservingOptimizer
+from gaussnewton.observing import ObservingOptimizer
 from gaussnewton.progress import Progress
 
 LEAST, MOST = 1e-10, 1e10

@@ -8,8 +8,8 @@ from functools import partial
 
 from torch import Tensor
 
+from gaussnewton.matrices import Matrices
 from gaussnewton.observer import Observation
-from gaussnewton.observing import Matrices
 from gaussnewton.progress import Progress
 from gaussnewton.proposal import Gram
 from gaussnewton.quadratic import gauss_newton_gram, looked_at

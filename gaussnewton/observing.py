@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,15 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gaussnewton.arguments import check_arguments
 from gaussnewton.averaging import MEMORY, update_average, without_last
 from gaussnewton.errors import NonFiniteError, RecordError
 from gaussnewton.gradients import Gradient
+from gaussnewton.matrices import Matrices
 from gaussnewton.observer import Observation, Observer
 from gaussnewton.progress import Progress
 from gaussnewton.timing import Stopwatch
-
-Matrices = dict[str, Tensor]
-"""For each layer, something shaped like its matrix ``[W | b]``."""
 
 
 class ObservingOptimizer(Optimizer):
@@ -420,48 +419,6 @@ class ObservingOptimizer(Optimizer):
         super().__setstate__(state)
         if "_settings" in state:  # a copy, not load_state_dict
             self._begin()
-
-
-def check_arguments(model: Any, criterion: Any, lr: float, weight_decay: float) -> None:
-    """Catch the likeliest mistakes where they are made."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"the first argument is the model, not {type(model).__name__}: the optimiser watches "
-            "its forward passes. Write gn.GaussNewton(model, criterion); parameters or groups may "
-            "follow."
-        )
-    if isinstance(criterion, type):
-        raise TypeError(
-            f"the criterion is the class {criterion.__name__}; make an instance of it first: "
-            f"criterion = {criterion.__name__}()."
-        )
-    if criterion is not None and not callable(criterion):
-        raise TypeError(
-            f"the second argument is the criterion, not {type(criterion).__name__}: the loss "
-            "module that the loop calls. Parameters or groups come after it."
-        )
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(
-            f"{type(model).__name__} has no parameter to train. The model comes first, then the "
-            "criterion."
-        )
-    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
-        if value < 0:
-            raise ValueError(f"{name} must not be negative, got {value}")
-
-
-def inner(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
-    """aᵀ b, over the layers that both have."""
-    return torch.stack([dot(a[name], b[name]) for name in b if name in a]).sum()
-
-
-def dot(a: Tensor, b: Tensor) -> Tensor:
-    """aᵀ b of two tensors, as a number in float64.
-
-    In float32 its error is some 1e-7 of ‖a‖ ‖b‖, because it is summed up in parts; copies in
-    float64 would take longer than all else that is done with a direction but multiplying it.
-    """
-    return torch.dot(a.reshape(-1), b.reshape(-1)).double()
 
 
 def _plain(value: Any) -> Any:

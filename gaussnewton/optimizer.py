@@ -20,13 +20,13 @@ from gaussnewton.estimators.base import check_largest
 from gaussnewton.gradients import Gradient
 from gaussnewton.gram import widened
 from gaussnewton.looking import expecting, looks_at
+from gaussnewton.matrices import Matrices, dot, inner
 from gaussnewton.network import Network
 from gaussnewton.observer import Observation
-from gaussnewton.observing import Matrices, dot, inner
 from gaussnewton.parameters import Group
 from gaussnewton.passage import Passage
 from gaussnewton.progress import Progress
-from gaussnewton.proposal import Gram, Proposal, Shift, calibrated, plain, squared
+from gaussnewton.proposal import Gram, Proposal, calibrated, plain, squared
 from gaussnewton.settings import Damping, Guard, Refresh, StepSize, check_kinds
 from gaussnewton.smoothing import smooth, smoothed
 
@@ -264,24 +264,6 @@ class GaussNewton(CurvedOptimizer):
         """Whether calibrating each layer would cost far more than the rest of an update."""
         return isinstance(passage, Network) and len(passage.trained) > self.step_size.layers
 
-    def _shift(self, tau: float) -> Shift:
-        """τ + η, parameter by parameter in layers where η is not one number."""
-        result: Shift = {}
-        for group in self._observer.theta:
-            etas = {key: self._setting(p, "weight_decay") for key, p in group.parameters.items()}
-            same = len(set(etas.values())) == 1
-            result[group.name] = (
-                tau + self._eta(group.name)
-                if same
-                else group.matrix(
-                    {
-                        key: torch.full_like(p, tau + etas[key], dtype=torch.float64)
-                        for key, p in group.parameters.items()
-                    }
-                )
-            )
-        return result
-
     def _average_memory(self, t: int) -> float:
         return memory_at(t, self.refresh.average, self.refresh.last)
 
@@ -333,6 +315,8 @@ class GaussNewton(CurvedOptimizer):
             proposal = self._propose(observations, gradient, inverses, progress)
             fall = float(before - self._evaluate_after(observations, proposal.update))
             falls[tau] = fall if math.isfinite(fall) else -math.inf
+            if rules.past_the_best(falls):
+                break
         rules.start(rules.best_first(falls), progress)
 
     def _take(

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gaussnewton.observing import Matrices, dot, inner
+from gaussnewton.matrices import Matrices, dot, inner
 from gaussnewton.quadratic import Quadratic
 
 Gram = Callable[[Matrices | None, Matrices | None], Tensor]

@@ -78,8 +78,8 @@ class StepSize:
             too at the first direction after an estimate of curvature or a change of γ, where ρ is
             looked at, and where a step would promise far more than others did of late. 1 looks
             always, as do ``momentum``, a search for γ and learning rates that differ.
-        growth: there are so many updates between two looks for each update so far: 0.02 is 2 from
-            update 100 on.
+        growth: there are so many updates between two looks for each update so far: 0.1 is 2 from
+            update 20 on.
         part: the share of a batch on which the quadratic model's curvature is evaluated. Where it
             promises far more than steps did of late, the whole batch is asked.
         least: so many data of a batch are used in any case, if it has them.
@@ -94,7 +94,7 @@ class StepSize:
     most: float = 1.0
     share: float = 0.4
     ask: int = 5
-    growth: float = 0.02
+    growth: float = 0.1
     part: float = 0.25
     least: int = 250
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gaussnewton as gn
-from gaussnewton.observing import check_arguments
+from gaussnewton.arguments import check_arguments
 from tests.problems import relative
 
 N = 5

@@ -119,6 +119,31 @@ def looks(monkeypatch: pytest.MonkeyPatch, updates: int, **settings: Any) -> lis
     return count
 
 
+@pytest.mark.parametrize(
+    ("falls", "tried"),
+    [
+        ([5.0, 4.6, 4.4, 9.0], 3),
+        ([-1.0, 2.0, 1.9, 1.7], 4),
+        ([1.0] * 7, 7),
+        ([-3.0, -2.0, -9.0], 7),
+    ],
+)
+def test_no_more_first_dampings_are_tried_than_needed(
+    falls: list[float], tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, x, y = problem()
+    optimizer = gn.GaussNewton(net, nn.MSELoss())
+    count = []
+
+    def after(*_: object) -> Tensor:
+        count.append((falls + falls[-1:] * 7)[len(count)])
+        return nn.MSELoss()(net(x), y).detach() - count[-1]
+
+    monkeypatch.setattr(optimizer, "_evaluate_after", after)
+    fit(optimizer, x, y, 1)
+    assert len(count) == tried
+
+
 def test_looks_grow_rarer_with_time(monkeypatch: pytest.MonkeyPatch) -> None:
     step_size = gn.StepSize(ask=3, growth=0.2)
     assert [step_size.interval(t) for t in (1, 9, 10, 15, 100)] == [1, 1, 2, 3, 3]
