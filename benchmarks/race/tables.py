@@ -90,16 +90,32 @@ def bars_table(problems: dict[str, Runs]) -> str:
     return _table(rows, header)
 
 
-def grids_table(runners: list[str], facts: dict[str, Any]) -> str:
-    """What was searched."""
-    entries = [RUNNERS[r].limited(facts["powers"], facts["decays"]) for r in runners]
+def grids_table(runners: list[str], asked: list[dict[str, Any]]) -> str:
+    """What was searched, by all commands together."""
+    powers, decays = _all_of(asked, "powers"), _all_of(asked, "decays")
+    entries = [RUNNERS[r].limited(powers, decays) for r in runners]
     rows = [[e.title, e.grid_text(), str(len(e.grid())), e.about] for e in entries]
     return _table(rows, ["", "grid", "settings", "otherwise"])
 
 
-def method_text(facts: dict[str, Any]) -> str:
+def _all_of(asked: list[dict[str, Any]], key: str) -> list[Any]:
+    """What any of the commands was limited to; nothing if one of them had no limit."""
+    limits = [each[key] for each in asked]
+    return sorted({value for limit in limits for value in limit}) if all(limits) else []
+
+
+def _numbers(asked: list[dict[str, Any]], key: str, factor: float = 1.0) -> str:
+    """A budget as it was in each command.
+
+    >>> _numbers([{"race": 40.0}, {"race": 60.0}, {"race": 60.0}], "race")
+    '40 or 60'
+    """
+    return " or ".join(f"{factor * value:g}" for value in sorted({each[key] for each in asked}))
+
+
+def method_text(asked: list[dict[str, Any]]) -> str:
     """How it was measured."""
-    search, race, long = (facts[key] for key in ("search", "race", "long"))
+    facts = asked[-1]
     memories = ", ".join(f"{m:g}" for m in MEMORIES)
     return (
         f"All contenders of a problem and seed start from the same parameters, see the same "
@@ -114,10 +130,12 @@ def method_text(facts: dict[str, Any]) -> str:
         "seeds; a seed that "
         "did not reach a loss counts as infinite.\n\n"
         "Each peer has the best setting of its grid, by successive halving on seed 0: "
-        f"{search:g} s each, the best quarter {QUARTER * search:g} s each, and the best of those "
-        "races. Decay periods are shares of the run's own budget. "
-        f"Each contender has {race:g} s. On the "
-        f"autoencoders the first-order peer that is best then goes on to {long:g} s at most, and "
+        f"{_numbers(asked, 'search')} s each, the best quarter "
+        f"{_numbers(asked, 'search', QUARTER)} s each, and the best of those races; where several commands are named above, a later one "
+        "may have had a part of the grid. Decay periods are shares of the run's own budget. "
+        f"Each contender has {_numbers(asked, 'race')} s. On the "
+        "autoencoders the first-order peer that is best then goes on to "
+        f"{_numbers(asked, 'long')} s at most, and "
         "beside it gn.GaussNewton and kfac-jax as far as they need to reach the loss in question."
     )
 
@@ -130,12 +148,11 @@ def report(problems: dict[str, Runs], asked: list[dict[str, Any]], versions: dic
         asked: the command and the budgets of each session that led to them, the last one last.
         versions: of everything.
     """
-    facts = asked[-1]
     commands = ", ".join(dict.fromkeys(f"`{each['command']}`" for each in asked))
     runners = [r for r in RUNNERS if any(r in runs for runs in problems.values())]
     about = "\n".join(f"- {name}: `{value}`" for name, value in versions.items())
     parts = [
-        "# The race", f"Written by {commands}.", about, method_text(facts),
+        "# The race", f"Written by {commands}.", about, method_text(asked),
     ]  # fmt: skip
     if any(bar.problem in problems for bar in BARS):
         parts += ["## The bars", bars_table(problems)]
@@ -149,5 +166,5 @@ def report(problems: dict[str, Runs], asked: list[dict[str, Any]], versions: dic
             if target.origin
         ]
         parts += [f"## {task.title}", " ".join([text, *origins]), problem_table(name, runs)]
-    parts += ["## The grids", grids_table(runners, facts)]
+    parts += ["## The grids", grids_table(runners, asked)]
     return "\n\n".join(parts) + "\n"

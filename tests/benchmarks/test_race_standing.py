@@ -80,6 +80,13 @@ def test_the_report_has_every_number():
     assert text.count("python benchmarks/race.py") == 1
     assert "rate 2^-9, halved every 0.5" in text
     assert "20 s each" in text
+    limited = [
+        asked | {"race": seconds, "powers": [power], "decays": [1.0]}
+        for seconds, power in ((40.0, -7), (60.0, -9))
+    ]
+    text = report({"mnist": runs}, limited, {"torch": "2"})
+    assert "Each contender has 40 or 60 s" in text
+    assert "2 rates from 2^-9 to 2^-7, not halved" in text
 
 
 def test_the_figure_shows_all_seeds():
