@@ -219,8 +219,7 @@ class GaussNewton(CurvedOptimizer):
 
         Always looks where there is more than one direction, of which one has to be chosen.
         """
-        rates = {float(group["lr"]) for group in self.param_groups}
-        several = self.step_size.momentum or self.damping.gamma == "search" or len(rates) > 1
+        several = self.step_size.momentum or self.damping.gamma == "search" or len(self._rates) > 1
         if self.step_size.ask == 1 or several:
             return looks
 
@@ -360,6 +359,10 @@ class GaussNewton(CurvedOptimizer):
             self._refuse(progress)
         self._diagnose(proposal, before, predicted, actual, rho, progress)
 
+    @property
+    def _rates(self) -> set[float]:
+        return {float(group["lr"]) for group in self.param_groups}
+
     def _rho_is_due(self, progress: Progress) -> bool:
         return progress.look or progress.t % self.damping.interval(progress.t) == 0
 
@@ -371,9 +374,8 @@ class GaussNewton(CurvedOptimizer):
         tau: float,
     ) -> Tensor:
         """What the quadratic model says of the step as it is taken, learning rates included."""
-        rates = {float(group["lr"]) for group in self.param_groups}
-        if len(rates) == 1:
-            return proposal.predicted(rates.pop())
+        if len(self._rates) == 1:
+            return proposal.predicted(*self._rates)
         along = {name: part.unsqueeze(0) for name, part in step.items()}
         gram = proposal.gram(None, along)
         return inner(gradient, step) + 0.5 * (gram + squared(step, self._shift(tau))).squeeze()
