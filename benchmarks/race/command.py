@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import math
 import os
 import platform
 import sys
@@ -43,6 +44,10 @@ def parser() -> argparse.ArgumentParser:
         "--stop-at-target", action="store_true", help="stop who has reached the last target"
     )
     asked.add_argument(
+        "--give-up", type=float, default=math.inf, metavar="N",
+        help="stop who has used N times our seconds to the last target (default: go on)",
+    )  # fmt: skip
+    asked.add_argument(
         "--powers", type=int, nargs="+", default=[], help="only rates 2^P of the grids"
     )
     asked.add_argument(
@@ -66,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     budgets = Budgets(
         options.search_seconds, options.seconds, options.long_seconds, options.slice,
         options.stop_at_target, options.threads, tuple(options.powers), tuple(options.decays),
+        options.give_up,
     )  # fmt: skip
     runners = [runner for runner in options.runners if not missing(runner)]
     for runner in options.runners:
@@ -150,6 +156,7 @@ def _options_text(options: argparse.Namespace) -> str:
     words += [f"--seeds {options.seeds}", f"--search-seconds {options.search_seconds:g}"]
     words += [f"--seconds {options.seconds:g}", f"--long-seconds {options.long_seconds:g}"]
     words += [f"--threads {options.threads}"]
+    words += [f"--give-up {options.give_up:g}"] if options.give_up < math.inf else []
     for name in ("powers", "decays"):
         if getattr(options, name):
             words.append(f"--{name} {' '.join(f'{each:g}' for each in getattr(options, name))}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ class Budgets:
         threads: of torch and of XLA.
         powers: the rates that are tried, as powers of two; none for all of a grid.
         decays: the decay periods that are tried; none for all.
+        give_up: who has used so many times our seconds to the last target stops.
     """
 
     search: float
@@ -46,6 +48,7 @@ class Budgets:
     threads: int
     powers: tuple[int, ...] = ()
     decays: tuple[float, ...] = ()
+    give_up: float = math.inf
 
     def grid(self, runner: str) -> list[Setting]:
         """What is tried of a runner."""
@@ -158,7 +161,7 @@ class Runs:
             tracks.append(Track(runner, setting, contender, [first]))
         race(
             tracks, self.task.targets, budgets.race, budgets.long_of(self.task), budgets.turn,
-            seed, budgets.stop, self._watch(tracks),
+            seed, budgets.stop, self._watch(tracks), budgets.give_up,
         )  # fmt: skip
         store.add([key | _outcome(track) for key, track in zip(keys, tracks, strict=True)])
         ends = ", ".join(f"{t.runner} {t.loss:.4g}" for t in tracks)

@@ -13,6 +13,9 @@ from gaussnewton.experiments.search import DECAYS, RATES
 Setting = dict[str, Any]
 """What was chosen for a contender; nothing for one that needs nothing."""
 
+OURS = "default"
+"""Whose seconds all others are compared with."""
+
 FEW_DECAYS = (1.0, 0.25)
 DAMPINGS = (0.01, 0.03, 0.1, 1.0, 10.0, 150.0)
 """150 is that of kfac-jax's own example."""

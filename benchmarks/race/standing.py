@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from race.store import Line
 from race.tasks import TASKS
 from race.times import NEVER, Reached, loss_of, median, reached
 
-OURS = "default"
 Runs = dict[str, dict[int, Line]]
 """By runner, then by seed, as ``Store.runs`` has them."""
 
@@ -39,7 +37,8 @@ class Standing:
     Attributes:
         who: the runner; for the best of several the one that most often was.
         when: medians over the seeds.
-        tried: seconds after which it was given up in the first seed that did not reach it.
+        tried: the median seconds where a seed that did not reach it counts with those after
+            which it was given up: a lower bound.
     """
 
     who: str
@@ -77,14 +76,13 @@ def standing(runners: Sequence[str], runs: Runs, target: Target) -> Standing | N
             found.append(_first(here, loss))
     if not found:
         return None
-    given_up = [tried for when, _, tried in found if not when.ever]
     return Standing(
         who=Counter(who for _, who, _ in found).most_common(1)[0][0],
         when=Reached(
             median([when.seconds for when, _, _ in found]),
             median([when.updates for when, _, _ in found]),
         ),
-        tried=min(given_up, default=math.inf),
+        tried=median([when.seconds if when.ever else tried for when, _, tried in found]),
     )
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from tabulate import tabulate
 
 from race.halving import QUARTER
-from race.settings import MEMORIES, RUNNERS, setting_text
-from race.standing import BARS, OURS, Runs, Standing, standing, targets_of, verdict
+from race.settings import MEMORIES, OURS, RUNNERS, setting_text
+from race.standing import BARS, Runs, Standing, standing, targets_of, verdict
 from race.store import Line
 from race.tasks import JUDGED, TASKS
 from race.times import loss_at, median

@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from race.contender import Contender
-from race.settings import RUNNERS, Setting
+from race.settings import OURS, RUNNERS, Setting
+from race.times import reached
 
 APART = 1.1
 """A contender is judged again when its seconds have grown by this factor."""
 LOST = 10.0
 """A loss that is so many times the first one will not come back."""
-FOLLOWERS = ("default", "kfac-jax")
+FOLLOWERS = (OURS, "kfac-jax")
 """Who goes on beside the best first-order peer when the others' time is over."""
 
 
@@ -104,6 +105,7 @@ def race(
     seed: int = 0,
     stop: bool = False,
     watch: Callable[[], None] = lambda: None,
+    give_up: float = math.inf,
 ) -> None:
     """All for some seconds; then some go on.
 
@@ -121,6 +123,8 @@ def race(
         seed: of the order of turns.
         stop: whether those that have reached the last target stop before their time is over.
         watch: called after each round.
+        give_up: with targets, who has used so many times the seconds that ours took to the last
+            one stops.
     """
     last = targets[-1] if targets else -math.inf
     take_turns(tracks, seconds, longest, lambda t: not stop or t.least > last, seed, watch)
@@ -133,7 +137,13 @@ def race(
         return
     going = [leader, *(t for t in tracks if t.runner in FOLLOWERS)]
     if targets:
-        take_turns(going, long_seconds, longest, lambda t: t.least > last, seed, watch)
+        ours = [t for t in tracks if t.runner == OURS]
+
+        def goes(track: Track) -> bool:
+            arrived = min((reached(t.marks, last).seconds for t in ours), default=math.inf)
+            return track.least > last and track.seconds < give_up * arrived
+
+        take_turns(going, long_seconds, longest, goes, seed, watch)
     else:
         take_turns(
             going,

@@ -1,5 +1,7 @@
 """Turns, who goes on after the common time, and what is kept."""
 
+import math
+
 import pytest
 from race.contender import rate_at
 from race.running import Budgets, Runs
@@ -67,6 +69,15 @@ def test_with_targets_the_best_peer_and_ours_go_on_until_they_are_there():
         assert tracks[name].least <= 20.0
         assert tracks[name].seconds < 60.0
     assert tracks["default"].seconds == pytest.approx(10.0, abs=0.11)
+
+
+def test_who_has_used_several_times_our_seconds_may_be_given_up():
+    tracks = tracks_of(default=Clockwork(0.8), adam=Clockwork(0.99), kfac_jax=Clockwork(0.95))
+    race(list(tracks.values()), (50.0, 20.0), 5.0, 200.0, 2.0, give_up=6.0)
+    ours = math.log(20 / 100) / math.log(0.8)  # 7.2 s
+    assert 20.0 < tracks["adam"].least < 75.0
+    assert 6 * ours <= tracks["adam"].seconds <= 6 * ours + 2.1 + 0.1
+    assert tracks["kfac-jax"].least <= 20.0  # 31 s: less than six times as long
 
 
 def test_who_has_reached_the_last_target_may_stop():
