@@ -31,7 +31,8 @@ def parser() -> argparse.ArgumentParser:
     asked.add_argument("--data", type=Path, help="folder of MNIST's and Olivetti's files")
     asked.add_argument("--problems", nargs="+", choices=list(TASKS), default=list(TASKS))
     asked.add_argument("--runners", nargs="+", choices=list(RUNNERS), default=list(RUNNERS))
-    asked.add_argument("--seeds", type=int, default=3, help="how many, from 0 (default 3)")
+    asked.add_argument("--seeds", type=int, default=3, help="how many (default 3)")
+    asked.add_argument("--first-seed", type=int, default=0, help="the first of them (default 0)")
     add = {"type": float, "metavar": "S"}
     asked.add_argument("--search-seconds", default=10.0, **add, help="a setting (default 10)")
     asked.add_argument("--seconds", default=60.0, **add, help="a contender (default 60)")
@@ -107,7 +108,7 @@ def _race(
                 settings[runner] = runs.chosen(runner, budgets, store)
             except (RuntimeError, ImportError) as error:  # one that cannot run stops no other
                 say(f"{name}: {runner} sits out: {error}")
-        for seed in range(options.seeds):
+        for seed in range(options.first_seed, options.first_seed + options.seeds):
             runs.race(settings, seed, budgets, store)
             _write(options, store)  # so that a long race shows what it has so far
     finally:
@@ -153,7 +154,9 @@ def _options_text(options: argparse.Namespace) -> str:
     for name in ("problems", "runners"):
         if getattr(options, name) != parser().get_default(name):
             words.append(f"--{name} {' '.join(getattr(options, name))}")
-    words += [f"--seeds {options.seeds}", f"--search-seconds {options.search_seconds:g}"]
+    words += [f"--seeds {options.seeds}"]
+    words += [f"--first-seed {options.first_seed}"] if options.first_seed else []
+    words += [f"--search-seconds {options.search_seconds:g}"]
     words += [f"--seconds {options.seconds:g}", f"--long-seconds {options.long_seconds:g}"]
     words += [f"--threads {options.threads}"]
     words += [f"--give-up {options.give_up:g}"] if options.give_up < math.inf else []
