@@ -82,7 +82,7 @@ def best_first(falls: Mapping[float, float]) -> float:
 
 
 def past_the_best(falls: Mapping[float, float]) -> bool:
-    """Whether greater τ need not be tried: the last one's fall is clearly less than the best.
+    """Whether greater τ need not be tried: the last one's fall is less than one before it.
 
     Falls rise and then fall with τ, so that none further on is the best.
 
@@ -91,11 +91,11 @@ def past_the_best(falls: Mapping[float, float]) -> bool:
 
     Example:
         >>> from gaussnewton.damping import past_the_best
-        >>> past_the_best({0.1: 3.0, 1.0: 9.5}), past_the_best({0.1: 3.0, 1.0: 9.5, 10.0: 8.0})
+        >>> past_the_best({0.1: 3.0, 1.0: 9.5}), past_the_best({0.1: 3.0, 1.0: 9.5, 10.0: 9.4})
         (False, True)
     """
     best, last = max(falls.values()), list(falls.values())[-1]
-    return best > 0 and last < NEARLY * best
+    return best > 0 and last < best
 
 
 def start(tau: float, progress: Progress) -> None:

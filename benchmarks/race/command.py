@@ -49,6 +49,10 @@ def parser() -> argparse.ArgumentParser:
         help="stop who has used N times our seconds to the last target (default: go on)",
     )  # fmt: skip
     asked.add_argument(
+        "--leaders", type=int, default=1, metavar="N",
+        help="the N best first-order peers go on to the long seconds (default 1)",
+    )  # fmt: skip
+    asked.add_argument(
         "--powers", type=int, nargs="+", default=[], help="only rates 2^P of the grids"
     )
     asked.add_argument(
@@ -72,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     budgets = Budgets(
         options.search_seconds, options.seconds, options.long_seconds, options.slice,
         options.stop_at_target, options.threads, tuple(options.powers), tuple(options.decays),
-        options.give_up,
+        options.give_up, options.leaders,
     )  # fmt: skip
     runners = [runner for runner in options.runners if not missing(runner)]
     for runner in options.runners:
@@ -160,6 +164,7 @@ def _options_text(options: argparse.Namespace) -> str:
     words += [f"--seconds {options.seconds:g}", f"--long-seconds {options.long_seconds:g}"]
     words += [f"--threads {options.threads}"]
     words += [f"--give-up {options.give_up:g}"] if options.give_up < math.inf else []
+    words += [f"--leaders {options.leaders}"] if options.leaders > 1 else []
     for name in ("powers", "decays"):
         if getattr(options, name):
             words.append(f"--{name} {' '.join(f'{each:g}' for each in getattr(options, name))}")

@@ -73,6 +73,7 @@ FIRST_ORDER: dict[str, Callable[[nn.Module, float], list[Optimizer]]] = {
         torch.optim.SGD(model.parameters(), rate, momentum=0.9, nesterov=True)
     ],
     "muon": _muon,
+    "muon-halved": _muon,
     "soap": _soap,
     "shampoo": _shampoo,
 }  # fmt: skip

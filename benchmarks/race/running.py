@@ -38,6 +38,7 @@ class Budgets:
         powers: the rates that are tried, as powers of two; none for all of a grid.
         decays: the decay periods that are tried; none for all.
         give_up: who has used so many times our seconds to the last target stops.
+        leaders: how many of the first-order peers go on, the best ones.
     """
 
     search: float
@@ -49,6 +50,7 @@ class Budgets:
     powers: tuple[int, ...] = ()
     decays: tuple[float, ...] = ()
     give_up: float = math.inf
+    leaders: int = 1
 
     def grid(self, runner: str) -> list[Setting]:
         """What is tried of a runner."""
@@ -161,7 +163,7 @@ class Runs:
             tracks.append(Track(runner, setting, contender, [first]))
         race(
             tracks, self.task.targets, budgets.race, budgets.long_of(self.task), budgets.turn,
-            seed, budgets.stop, self._watch(tracks), budgets.give_up,
+            seed, budgets.stop, self._watch(tracks), budgets.give_up, budgets.leaders,
         )  # fmt: skip
         store.add([key | _outcome(track) for key, track in zip(keys, tracks, strict=True)])
         ends = ", ".join(f"{t.runner} {t.loss:.4g}" for t in tracks)
@@ -204,6 +206,7 @@ def most_seconds(
     racing = 0.0
     for name in problems:
         long = budgets.long_of(TASKS[name])
-        going = 1 + sum(runner in FOLLOWERS for runner in runners)
+        peers = sum(RUNNERS[runner].kind == "first-order" for runner in runners)
+        going = min(budgets.leaders, peers) + sum(runner in FOLLOWERS for runner in runners)
         racing += len(runners) * budgets.race + (going * (long - budgets.race) if long else 0.0)
     return search * len(problems), racing * seeds

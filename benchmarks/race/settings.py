@@ -16,7 +16,7 @@ Setting = dict[str, Any]
 OURS = "default"
 """Whose seconds all others are compared with."""
 
-FEW_DECAYS = (1.0, 0.25)
+HALVED = 0.25
 DAMPINGS = (0.01, 0.03, 0.1, 1.0, 10.0, 150.0)
 """150 is that of kfac-jax's own example."""
 
@@ -57,12 +57,16 @@ class Entry:
     def limited(self, powers: Sequence[int] = (), decays: Sequence[float] = ()) -> Entry:
         """With only those rates that are 2 to such a power, and only such decays, if any are given.
 
+        Who has none of the decays keeps its own.
+
         >>> RUNNERS["adam"].limited((-9,), (1.0,)).grid()
         [{'rate': 0.001953125, 'decay': 1.0}]
+        >>> RUNNERS["muon-halved"].limited((-9,), (1.0,)).grid()
+        [{'rate': 0.001953125, 'decay': 0.25}]
         """
         rates = tuple(rate for rate in self.rates if not powers or math.log2(rate) in powers)
         return replace(
-            self, rates=rates, decays=tuple(d for d in self.decays if not decays or d in decays)
+            self, rates=rates, decays=tuple(d for d in self.decays if d in decays) or self.decays
         )
 
     def grid_text(self) -> str:
@@ -99,7 +103,12 @@ def setting_text(setting: Setting) -> str:
 
 
 PAPERS_GRID: dict[str, Any] = {"rates": RATES, "decays": DECAYS}
-SMALLER_GRID: dict[str, Any] = {"rates": RATES, "decays": FEW_DECAYS}
+SMALLER_GRID: dict[str, Any] = {"rates": RATES, "decays": (1.0, HALVED)}
+MUON = (
+    "weight matrices of linear layers; AdamW with the same rate for all else, "
+    'adjust_lr_fn="match_rms_adamw", no weight decay; its iterations in float32, which is '
+    "faster than its bfloat16 on most CPUs"
+)
 
 RUNNERS: dict[str, Entry] = {
     "default": Entry("gn.GaussNewton", "gaussnewton", "ours", about="nothing set"),
@@ -109,11 +118,10 @@ RUNNERS: dict[str, Entry] = {
         "NAdamW", "adam dashed", "first-order", about="no weight decay", **PAPERS_GRID
     ),
     "nesterov": Entry("Nesterov", "nesterov", "first-order", about="momentum 0.9", **PAPERS_GRID),
-    "muon": Entry(
-        "Muon", "momentum", "first-order", **SMALLER_GRID,
-        about="weight matrices of linear layers; AdamW with the same rate for all else, "
-        'adjust_lr_fn="match_rms_adamw", no weight decay; its iterations in float32, which is '
-        "faster than its bfloat16 on most CPUs",
+    "muon": Entry("Muon", "momentum", "first-order", about=MUON, rates=RATES, decays=(1.0,)),
+    "muon-halved": Entry(
+        "Muon, rate halved", "momentum dashed", "first-order", rates=RATES, decays=(HALVED,),
+        about="as Muon; by itself, because a short search cannot tell what is best in a long race",
     ),
     "soap": Entry(
         "SOAP", "kflr", "first-order", "pytorch_optimizer", **SMALLER_GRID,

@@ -55,14 +55,15 @@ def targets_of(problem: str, runs: Runs) -> list[Target]:
     seeds = sorted({seed for lines in runs.values() for seed in lines})
     if TASKS[problem].targets:
         return [Target(f"{t:g}", dict.fromkeys(seeds, t)) for t in TASKS[problem].targets]
-    leaders = [
-        (seed, line) for lines in runs.values() for seed, line in lines.items() if line["leader"]
-    ]
-    of = {seed: loss_of(line["marks"][-1]) for seed, line in leaders}
-    if not of:
+    best: dict[int, Line] = {}
+    for line in (line for lines in runs.values() for line in lines.values() if line["leader"]):
+        least = min(line, best.get(line["seed"], line), key=lambda each: loss_of(each["marks"][-1]))
+        best[line["seed"]] = least
+    if not best:
         return []
-    names = Counter(RUNNERS[line["runner"]].title for _, line in leaders)
-    after = median([line["marks"][-1][1] for _, line in leaders])
+    of = {seed: loss_of(line["marks"][-1]) for seed, line in best.items()}
+    names = Counter(RUNNERS[line["runner"]].title for line in best.values())
+    after = median([line["marks"][-1][1] for line in best.values()])
     origin = f"what the best first-order peer ({' or '.join(names)}) has after {after:.0f} s"
     return [Target(f"{median(list(of.values())):.4g}", of, origin)]
 

@@ -106,13 +106,14 @@ def race(
     stop: bool = False,
     watch: Callable[[], None] = lambda: None,
     give_up: float = math.inf,
+    leaders: int = 1,
 ) -> None:
     """All for some seconds; then some go on.
 
-    The best first-order peer goes on, up to ``long_seconds``, and beside it those of FOLLOWERS.
-    With targets they go on until they reach the last one. Without, the loss to reach is what the
-    peer will have at its end: a follower sits out while its loss is lower than what the peer has
-    by now, and goes on when the peer has passed it.
+    The best first-order peer goes on, or the best few, up to ``long_seconds``, and beside it those
+    of FOLLOWERS. With targets they go on until they reach the last one. Without, the loss to reach
+    is what the peer will have at its end: a follower sits out while its loss is lower than what
+    the peer has by now, and goes on when the peer has passed it.
 
     Args:
         tracks: who takes part, each with a first mark.
@@ -125,17 +126,19 @@ def race(
         watch: called after each round.
         give_up: with targets, who has used so many times the seconds that ours took to the last
             one stops.
+        leaders: how many of the first-order peers go on.
     """
     last = targets[-1] if targets else -math.inf
     take_turns(tracks, seconds, longest, lambda t: not stop or t.least > last, seed, watch)
     peers = [t for t in tracks if RUNNERS[t.runner].kind == "first-order" and t.alive]
     if not peers:
         return
-    leader = min(peers, key=lambda t: t.loss)
-    leader.leader = True
+    ahead = sorted(peers, key=lambda t: t.loss)[:leaders]
+    for track in ahead:
+        track.leader = True
     if long_seconds is None:
         return
-    going = [leader, *(t for t in tracks if t.runner in FOLLOWERS)]
+    going = [*ahead, *(t for t in tracks if t.runner in FOLLOWERS)]
     if targets:
         ours = [t for t in tracks if t.runner == OURS]
 
@@ -149,7 +152,7 @@ def race(
             going,
             long_seconds,
             longest,
-            lambda t: t is leader or t.least > leader.least,
+            lambda t: t.leader or t.least > min(each.least for each in ahead),
             seed,
             watch,
         )

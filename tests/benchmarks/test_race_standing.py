@@ -55,6 +55,15 @@ def test_the_target_of_a_seed_is_its_own_peers_last_loss():
     assert standing(["adam"], runs, target).when.seconds == pytest.approx(20.0)
 
 
+def test_of_several_leaders_the_better_one_sets_the_target():
+    runs = runs_of("curves", default=[(0.5, 10)], adam=[(0.9, 20)], muon=[(0.8, 20)])
+    runs["muon"][0]["leader"] = True
+    (target,) = targets_of("curves", runs)
+    assert target.of == {0: pytest.approx(100 * 0.8**20)}
+    assert "Muon" in target.origin
+    assert "Adam" not in target.origin
+
+
 def test_verdicts_say_no_more_than_is_known():
     ours = Standing("default", Reached(10.0, 50.0), float("inf"))
     slow = Standing("adam", Reached(70.0, 500.0), float("inf"))

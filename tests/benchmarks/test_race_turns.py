@@ -80,6 +80,24 @@ def test_who_has_used_several_times_our_seconds_may_be_given_up():
     assert tracks["kfac-jax"].least <= 20.0  # 31 s: less than six times as long
 
 
+@pytest.mark.parametrize("targets", [(), (50.0, 1.0)])
+def test_the_best_few_peers_may_go_on(targets):
+    tracks = tracks_of(
+        default=Clockwork(0.9),
+        adam=Clockwork(0.96, floor=60.0),  # ahead at first, and then stuck
+        muon=Clockwork(0.97),
+        soap=Clockwork(0.98),
+    )
+    race(list(tracks.values()), targets, 5.0, 50.0, 2.0, leaders=2)
+    ends = {name: track.seconds for name, track in tracks.items()}
+    assert ends["adam"] == ends["muon"] == pytest.approx(50.0, abs=0.11)
+    assert ends["soap"] == pytest.approx(5.0, abs=0.11)
+    assert [track.leader for track in tracks.values()] == [False, True, True, False]
+    if not targets:  # the loss to reach is that of the better one
+        assert tracks["default"].least <= tracks["muon"].loss
+        assert ends["default"] < 25.0
+
+
 def test_who_has_reached_the_last_target_may_stop():
     tracks = tracks_of(default=Clockwork(0.5), adam=Clockwork(0.95))
     race(list(tracks.values()), (50.0,), 30.0, None, 2.0, stop=True)
