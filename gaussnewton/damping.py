@@ -117,13 +117,16 @@ def adapt_tau(rho: float, progress: Progress, settings: Damping) -> None:
         _set_tau(progress.tau * omega, progress, settings)
 
 
-def note_noise(saved: float, progress: Progress) -> bool:
+def note_noise(saved: float, progress: Progress, settings: Damping) -> bool:
     """Take note of the share of a fresh batch's loss that the averaged parameters save.
 
     What the last steps gained is then less than what they jumped about. Returns whether the
-    present parameters are lost: far worse than the average of what they were.
+    present parameters are lost: far worse than the average of what they were. The running mean
+    reaches back over as many updates however rarely it is looked at: otherwise steps would be
+    too long for noise that has come up since.
     """
-    progress.noise = NOISE_MEMORY * progress.noise + (1 - NOISE_MEMORY) * saved
+    memory = NOISE_MEMORY ** (settings.interval(progress.t) / settings.tau_interval)
+    progress.noise = memory * progress.noise + (1 - memory) * saved
     return saved > LOST
 
 

@@ -46,7 +46,7 @@ class GuardedOptimizer(ObservingOptimizer):
         if abs(saved) <= self._resolution(observations, progress):
             saved = 0.0
         scale = abs(float(before)) + abs(progress.last_predicted)
-        if not rules.note_noise(saved / scale, progress):
+        if not rules.note_noise(saved / scale, progress, settings):
             return False
         self._restore([self.state[p].get("average", p) for p in self._parameters()])
         self._refuse(progress)

@@ -17,7 +17,7 @@ class Damping:
             ``gamma_interval`` updates, as in the paper.
         tau_interval: T_τ, updates between two looks at ρ at first. Each costs a forward pass.
         growth: later there are so many updates between two of them for each update so far, three
-            times ``tau_interval`` at most: 0.05 is 10 at update 200. 0 keeps to ``tau_interval``.
+            times ``tau_interval`` at most: 0.1 is 10 at update 100. 0 keeps to ``tau_interval``.
         gamma_interval: T_γ.
         decay: ω_τ is this to the power of T_τ, and ω_γ to the power of T_γ.
         lower_above: τ falls where ρ is above this.
@@ -32,7 +32,7 @@ class Damping:
     tau: float | None = None
     gamma: Literal["tied", "search"] = "tied"
     tau_interval: int = 5
-    growth: float = 0.05
+    growth: float = 0.1
     gamma_interval: int = 20
     decay: float = 0.95
     lower_above: float = 0.75

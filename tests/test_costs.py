@@ -195,6 +195,19 @@ def test_most_of_a_step_is_taken_where_batches_are_alike() -> None:
     assert surprises[False] > 0.2
 
 
+def test_noise_is_forgotten_as_fast_however_rarely_it_is_looked_at() -> None:
+    often, rarely = gn.Damping(growth=0.0), gn.Damping(growth=1.0)
+    assert (often.interval(60), rarely.interval(60)) == (5, 15)
+    found = []
+    for settings, looks in ((often, 3), (rarely, 1)):
+        progress = Progress(t=60, noise=-0.2)
+        for _ in range(looks):
+            assert not rules.note_noise(0.1, progress, settings)
+        found.append(progress.noise)
+    assert found[0] == pytest.approx(found[1])
+    assert found[0] == pytest.approx(0.1 - 0.3 * 0.7**3)
+
+
 @pytest.mark.parametrize("anneal", [False, True])
 def test_all_of_a_clear_step_is_taken_after_the_start(anneal: bool) -> None:
     settings = gn.Damping(anneal=anneal)
