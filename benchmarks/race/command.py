@@ -16,6 +16,7 @@ import torch
 
 from gaussnewton.experiments.figures import save
 from race import figure
+from race.resident import stay_resident
 from race.running import Budgets, Runs, missing, most_seconds
 from race.settings import RUNNERS
 from race.store import Store
@@ -87,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.plan:
         return
     torch.set_num_threads(options.threads)
+    stay_resident()
     store = Store(options.output.with_suffix(".jsonl"))
     if not options.report_only:
         _note(options, budgets, store)

@@ -256,6 +256,9 @@ def main() -> None:
     """Answer until told to close. Whatever else is printed goes to standard error."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    from resident import stay_resident  # beside this file, not in a package here
+
+    stay_resident()
     child: Child | None = None
     for line in sys.stdin:
         asked = json.loads(line)
