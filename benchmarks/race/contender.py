@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import Protocol
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 import gaussnewton as gn
 from gaussnewton.errors import GaussNewtonError
 from gaussnewton.experiments.data import Batches
+from race.clock import Lap
 from race.optimizers import build
 from race.settings import MEMORIES, Setting
 from race.tasks import Data, Task
@@ -25,7 +25,8 @@ class Contender(Protocol):
 
     Attributes:
         updates: made so far.
-        seconds: of all its updates; batches, running means and judging are not counted.
+        seconds: of all its updates, as :class:`race.clock.Lap` has them; batches, running means
+            and judging are not counted.
         failure: why it cannot go on; empty if it can.
         versions: of packages that are in another environment.
     """
@@ -97,13 +98,13 @@ class TorchContender:
     def _update(self) -> None:
         x, y = next(self.batches)
         self._set_rate()
-        started = time.perf_counter()
+        lap = Lap()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self.task.loss(self.model, self.criterion, x, y).backward()
         for optimizer in self.optimizers:
             optimizer.step()
-        self.seconds += time.perf_counter() - started
+        self.seconds += lap.seconds()
         self.updates += 1
         if self.means is not None:
             self.means.update(self.updates)

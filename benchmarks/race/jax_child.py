@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from typing import Any
 
 Request = dict[str, Any]
@@ -163,6 +162,8 @@ class Child:
 
     def _update(self, rows: Any) -> float:
         """One update, and its seconds: the making of the batch is not counted."""
+        from clock import Lap  # beside this file, not in a package here
+
         jax = self.jax
         # Its first step estimates curvature on batches of its own before it takes its first.
         draw = self.np.random.default_rng(self.seed).choice
@@ -171,7 +172,7 @@ class Child:
         batches = jax.block_until_ready([self._data(each) for each in [*burnt, rows]])
         self.key, *keys = jax.random.split(self.key, 3)
         jax.block_until_ready(self.key)
-        started = time.perf_counter()
+        lap = Lap()
         if self.state is None:
             self.state = self.optimizer.init(self.parameters, keys[0], batches[-1])
             self.state.damping = jax.numpy.full_like(self.state.damping, self.damping)
@@ -184,7 +185,7 @@ class Child:
         )[:3]
         jax.block_until_ready((self.parameters, self.state))
         self.updates += 1
-        return time.perf_counter() - started
+        return lap.seconds()
 
     def _average(self) -> None:
         """θ̂ ← β_t θ̂ + (1 − β_t) θ for each memory, β_t = min(β, 1 − 1/t)."""
@@ -256,7 +257,7 @@ def main() -> None:
     """Answer until told to close. Whatever else is printed goes to standard error."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    from resident import stay_resident  # beside this file, not in a package here
+    from resident import stay_resident  # beside this file too
 
     stay_resident()
     child: Child | None = None
