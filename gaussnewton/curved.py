@@ -53,8 +53,9 @@ class CurvedOptimizer(GuardedOptimizer):
                 refuse_loose(observation.passage)
         theta = self._observer.theta
         try:
+            memory = self.refresh.memory(progress.t)
             for name, fresh in blocks_of(observations, self._chosen_estimator(observations[0])):
-                store(self._layer_state(name), theta[name], fresh, self.refresh.decay)
+                store(self._layer_state(name), theta[name], fresh, memory)
         except NonFiniteError:  # the loss is finite, but something behind it is not
             progress.mended += 1
             if not self._blocks():

@@ -15,8 +15,11 @@ from gaussnewton.blocks import Block
 from gaussnewton.progress import Progress
 from gaussnewton.settings import Damping
 
-FIRST_MULTIPLES = (10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10_000.0)
-"""Of the mean curvature: what is tried for τ on the first batch."""
+FIRST_MULTIPLES = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10_000.0)
+"""Of the mean curvature: what is tried for τ on the first batch, if it has many data."""
+
+ENOUGH, FEW = 1.5, 100.0
+"""So many inputs to each datum are no more than one; and so many are as good as more."""
 
 NEARLY = 0.9
 """The share of the best first step's fall in loss with which another is nearly as good."""
@@ -58,12 +61,18 @@ def mean_eigenvalue(blocks: Mapping[str, Block]) -> float:
     return float(torch.stack([block.trace() for block in blocks.values()]).sum()) / size
 
 
-def first_candidates(blocks: Mapping[str, Block], settings: Damping) -> list[float]:
-    """What to try for τ on the first batch, from the least on."""
+def first_candidates(blocks: Mapping[str, Block], data: int, settings: Damping) -> list[float]:
+    """What to try for τ on the first batch, from the least on.
+
+    A batch of fewer data than a layer has inputs says nothing of some directions, where damping
+    is all that holds a step back, and its own loss falls however little there is of it. So the
+    least multiple of the mean curvature is as great as there are inputs to each datum.
+    """
     if settings.tau is not None:
         return [settings.tau]
-    mean = mean_eigenvalue(blocks)
-    return [multiple * mean for multiple in FIRST_MULTIPLES]
+    inputs, mean = max(block.columns for block in blocks.values()), mean_eigenvalue(blocks)
+    least = min(inputs / (ENOUGH * data), FEW)
+    return [multiple * mean for multiple in FIRST_MULTIPLES if multiple >= least]
 
 
 def best_first(falls: Mapping[float, float]) -> float:

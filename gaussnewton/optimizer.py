@@ -303,7 +303,8 @@ class GaussNewton(CurvedOptimizer):
                 "the inputs are. There is no Gauss-Newton step; use another criterion or a "
                 "first-order optimiser until there is curvature."
             )
-        candidates = rules.first_candidates(blocks, self.damping)
+        data = sum(observation.record.data for observation in observations)
+        candidates = rules.first_candidates(blocks, data, self.damping)
         if len(candidates) == 1:
             rules.start(candidates[0], progress)
             return

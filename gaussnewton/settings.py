@@ -90,7 +90,7 @@ class StepSize:
     calibrate: bool = True
     layers: int = 8
     memory: float = 0.9
-    favour: float = 0.5
+    favour: float = 0.25
     most: float = 1.0
     share: float = 0.4
     ask: int = 5
@@ -115,7 +115,8 @@ class Refresh:
         inverse: the most updates between two inversions; every new estimate is inverted. Where
             curvature has not changed, and damping by a factor of 1.5 at most, nothing is.
         early: so many updates at the start have fresh curvature each: it changes fastest there.
-        decay: of the running averages of Q and G; 0 takes the latest only.
+        decay: of the running averages of Q and G, over ``curvature`` updates: estimates that are
+            further apart are forgotten sooner, each by itself. 0 takes the latest only.
         average: β of the averaged parameters (appendix B.4). Nearer to 1 they are smoother, and
             lag more behind. The paper has 0.95.
         last: later they are the mean over about this share of all updates so far. 0 keeps to
@@ -135,6 +136,10 @@ class Refresh:
         if t <= self.early:
             return 1
         return max(self.curvature, min(int(self.growth * t), 10 * self.curvature))
+
+    def memory(self, t: int) -> float:
+        """The weight of earlier estimates at update t: they age with updates, not estimates."""
+        return self.decay ** max(self.interval(t) / self.curvature, 1.0)
 
     def many_solves(self, t: int) -> bool:
         """Whether inverses made at update t serve so often that writing them out pays off.

@@ -6,6 +6,7 @@ import gc
 import math
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -138,6 +139,30 @@ def test_estimates_grow_rarer_with_time(monkeypatch: pytest.MonkeyPatch) -> None
     fit(optimizer, x, y, 30)
     assert estimated == [1, 2, 4, 7, 13, 25]
     assert [refresh.interval(t) for t in (1, 2, 3, 10, 1000)] == [1, 1, 2, 5, 20]
+
+
+def test_estimates_age_with_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written out: Q and G of estimates that grow rarer, each kept for as many updates."""
+    net, x, y = problem()
+    refresh = gn.Refresh(early=2, curvature=2, growth=0.5, decay=0.8)
+    optimizer = gn.GaussNewton(net, nn.MSELoss(), curvature="kfra", refresh=refresh)
+    estimates: list[dict[str, Tensor]] = []
+    before = module.blocks_of
+
+    def noted(*arguments: Any) -> Any:
+        found = list(before(*arguments))
+        estimates.append({name: block.Q.clone() for name, block in found})
+        return found
+
+    monkeypatch.setattr(module, "blocks_of", noted)
+    fit(optimizer, x, y, 25)
+    weights = [0.8, 0.8, 0.8, 0.8**1.5, 0.8**3, 0.8**6]  # intervals of 1, 1, 2, 3, 6, 12 updates
+    for name, block in optimizer._blocks().items():
+        Q = torch.zeros_like(block.Q)
+        for count, (estimate, memory) in enumerate(zip(estimates, weights, strict=True), 1):
+            kept = min(memory, 1 - 1 / count)
+            Q = kept * Q + (1 - kept) * estimate[name]
+        torch.testing.assert_close(block.Q, Q)
 
 
 def test_nothing_is_inverted_where_nothing_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,8 +124,8 @@ def looks(monkeypatch: pytest.MonkeyPatch, updates: int, **settings: Any) -> lis
     [
         ([5.0, 4.6, 4.4, 9.0], 2),
         ([-1.0, 2.0, 1.9, 1.7], 3),
-        ([1.0] * 7, 7),
-        ([-3.0, -2.0, -9.0], 7),
+        ([1.0] * 9, 9),
+        ([-3.0, -2.0, -9.0], 9),
     ],
 )
 def test_no_more_first_dampings_are_tried_than_needed(
@@ -136,7 +136,7 @@ def test_no_more_first_dampings_are_tried_than_needed(
     count = []
 
     def after(*_: object) -> Tensor:
-        count.append((falls + falls[-1:] * 7)[len(count)])
+        count.append((falls + falls[-1:] * 9)[len(count)])
         return nn.MSELoss()(net(x), y).detach() - count[-1]
 
     monkeypatch.setattr(optimizer, "_evaluate_after", after)

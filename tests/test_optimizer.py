@@ -435,3 +435,32 @@ def test_inverses_serve_on_until_gamma_has_moved_far() -> None:
         progress.gamma = gamma
         assert rules.has_moved(progress) is moved
     assert rules.has_moved(Progress(gamma=1.0))
+
+
+@pytest.mark.parametrize(
+    ("data", "least"), [(1000, 1.0), (401, 1.0), (300, 3.0), (50, 10.0), (20, 30.0), (1, 100.0)]
+)
+def test_the_first_dampings_tried_are_greater_for_few_data(data: int, least: float) -> None:
+    """The widest layer has 600 inputs and a bias."""
+    blocks = gn.curvature(
+        network([3, 600, 1]), nn.MSELoss(), (torch.randn(5, 3).double(), torch.randn(5, 1).double())
+    )
+    tried = rules.first_candidates(blocks, data, gn.Damping())
+    assert tried[0] == pytest.approx(least * rules.mean_eigenvalue(blocks))
+    assert tried[-1] == pytest.approx(10_000 * rules.mean_eigenvalue(blocks))
+    assert rules.first_candidates(blocks, data, gn.Damping(tau=0.3)) == [0.3]
+
+
+@pytest.mark.parametrize(("passes", "least"), [(1, 30.0), (3, 10.0)])
+def test_data_of_several_passes_count_for_the_first_damping(passes: int, least: float) -> None:
+    net = network([40, 3, 2])
+    x, y = torch.randn(2 * passes, 40).double(), torch.randn(2 * passes, 2).double()
+    criterion = nn.MSELoss()
+    optimizer = gn.GaussNewton(net, criterion)
+    for a, b in zip(x.split(2), y.split(2), strict=True):
+        (criterion(net(a), b) / passes).backward()
+    optimizer.step()
+    mean = rules.mean_eigenvalue(optimizer._blocks())
+    multiple = optimizer.param_groups[0]["progress"]["first_tau"] / mean
+    assert min(abs(multiple / m - 1) for m in (1, 3, 10, 30, 100, 300, 1000)) < 1e-6
+    assert multiple > 0.99 * least

@@ -10,7 +10,7 @@ from gaussnewton.experiments.figures.style import MUTED, canvas, dress, legend, 
 from race.settings import RUNNERS
 from race.store import Line
 from race.tasks import TASKS
-from race.times import band
+from race.times import band, loss_at, loss_of
 
 FIRST = 0.5
 """Seconds: where the logarithmic axis begins."""
@@ -33,15 +33,31 @@ def compute(problems: dict[str, dict[str, dict[int, Line]]], budget: str) -> dic
         for runner in RUNNERS:
             marks = [line["marks"] for line in runs.get(runner, {}).values()]
             if marks:
-                lines.append({"runner": runner, "points": band(marks, _times(marks))})
+                points = band(marks, _times(marks))
+                lines.append({"runner": runner, "points": points, "tails": _tails(marks)})
         levels = [*TASKS[name].targets]
         panels.append({"title": TASKS[name].title, "lines": lines, "targets": levels})
     return {"figure": "race", "budget": budget, "panels": panels}
 
 
+def _shared_end(runs: list[Any]) -> float:
+    """The last moment that all runs have."""
+    return float(min(marks[-1][1] for marks in runs))
+
+
+def _tails(runs: list[Any]) -> list[list[tuple[float, float]]]:
+    """(seconds, loss) of each run that went on when another had ended."""
+    end = _shared_end(runs)
+    tails = [
+        [(end, loss_at(marks, end)), *((m[1], loss_of(m)) for m in marks if m[1] > end)]
+        for marks in runs
+    ]
+    return [tail for tail in tails if len(tail) > 1]
+
+
 def _times(runs: list[Any]) -> list[float]:
     """Moments spread evenly on a logarithmic axis, and the last that all runs have."""
-    end = min(marks[-1][1] for marks in runs)
+    end = _shared_end(runs)
     count = 120
     if end <= FIRST:
         return [end]
@@ -50,7 +66,10 @@ def _times(runs: list[Any]) -> list[float]:
 
 
 def draw(result: dict[str, Any]) -> Any:
-    """Ours on top, and thicker; bands are the least and greatest of the seeds."""
+    """Ours on top, and thicker; bands are the least and greatest of the seeds.
+
+    Where one seed ends before the others, each of these goes on as a thin line of its own.
+    """
     panels = result["panels"]
     columns = min(COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
@@ -84,6 +103,9 @@ def _panel(axes: Any, panel: dict[str, Any]) -> None:
         look, order = _look(each["runner"]), 5 if each["runner"] == "default" else 3
         axes.fill_between(times, least, most, color=look["color"], alpha=0.15, linewidth=0)
         axes.plot(times, middle, zorder=order, **look)
+        for tail in each["tails"]:
+            axes.plot(*zip(*tail, strict=True), zorder=order, **{**look, "linewidth": 0.9})
+            lows.append(min(loss for _, loss in tail))
         lows.append(min(least))
         firsts.append(middle[0])
         ends.append(most[-1])
