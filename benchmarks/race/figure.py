@@ -71,8 +71,8 @@ def draw(result: dict[str, Any]) -> Any:
     Where one seed ends before the others, each of these goes on as a thin line of its own.
     """
     panels = result["panels"]
-    columns = min(COLUMNS, len(panels))
-    rows = math.ceil(len(panels) / columns)
+    rows = math.ceil(len(panels) / COLUMNS)
+    columns = math.ceil(len(panels) / rows)  # four are two by two
     figure = canvas(max(4.8, 4.1 * columns), 1.0 + 3.2 * rows)
     grid: Any = figure.subplots(rows, columns, squeeze=False)
     for i, axes in enumerate(grid.flat):
