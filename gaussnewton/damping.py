@@ -19,7 +19,7 @@ FIRST_MULTIPLES = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10_000.0)
 """Of the mean curvature: what is tried for τ on the first batch, if it has many data."""
 
 ENOUGH, FEW = 1.5, 100.0
-"""So many inputs to each datum are no more than one; and so many are as good as more."""
+"""Up to the first, inputs to a datum count as one; beyond the second, more change nothing."""
 
 NEARLY = 0.9
 """The share of the best first step's fall in loss with which another is nearly as good."""

@@ -186,13 +186,12 @@ class GaussNewton(CurvedOptimizer):
         }
         previous = self._previous() if self.step_size.momentum else None
         shift = self._shift(progress.tau)
-        usual, early = self.step_size.share, self.refresh.early
-        share = rules.share_of_step(usual, early, progress, self.damping)
-        most, believed = self.step_size.most, rules.believed(progress)
-        looks = looks_at(observations, self.step_size)
+        sizes, believed = self.step_size, rules.believed(progress)
+        share = rules.share_of_step(sizes.share, self.refresh.early, progress, self.damping)
+        looks = looks_at(observations, sizes)
         if scales or not calibrate:
             looks = self._expecting(looks, gradient, scales, progress)
-            most = most if scales else math.inf
+            most = sizes.most if scales else math.inf
             return plain(gradient, direction, previous, looks, shift, share, most, believed)
         return calibrated(
             gradient,
@@ -202,9 +201,9 @@ class GaussNewton(CurvedOptimizer):
             shift,
             passage.trained,
             partial(self._blend, self.step_size.memory ** self.refresh.interval(progress.t)),
-            most,
+            sizes.most,
             share,
-            self.step_size.favour,
+            sizes.favour,
             believed,
         )
 

@@ -138,7 +138,10 @@ class Refresh:
         return max(self.curvature, min(int(self.growth * t), 10 * self.curvature))
 
     def memory(self, t: int) -> float:
-        """The weight of earlier estimates at update t: they age with updates, not estimates."""
+        """The weight of earlier estimates at update t: they age with updates.
+
+        Where estimates are more frequent than ``curvature`` says, they age with estimates.
+        """
         return self.decay ** max(self.interval(t) / self.curvature, 1.0)
 
     def many_solves(self, t: int) -> bool:

@@ -142,7 +142,7 @@ def test_estimates_grow_rarer_with_time(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_estimates_age_with_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written out: Q and G of estimates that grow rarer, each kept for as many updates."""
+    """Written out: Q of estimates that grow rarer, each kept for as many updates."""
     net, x, y = problem()
     refresh = gn.Refresh(early=2, curvature=2, growth=0.5, decay=0.8)
     optimizer = gn.GaussNewton(net, nn.MSELoss(), curvature="kfra", refresh=refresh)

@@ -452,7 +452,16 @@ def test_the_first_dampings_tried_are_greater_for_few_data(data: int, least: flo
 
 
 @pytest.mark.parametrize(("passes", "least"), [(1, 30.0), (3, 10.0)])
-def test_data_of_several_passes_count_for_the_first_damping(passes: int, least: float) -> None:
+def test_data_of_several_passes_count_for_the_first_damping(
+    passes: int, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted, before = [], rules.first_candidates
+
+    def noted(blocks: Any, data: int, settings: gn.Damping) -> list[float]:
+        counted.append(data)
+        return before(blocks, data, settings)
+
+    monkeypatch.setattr(rules, "first_candidates", noted)
     net = network([40, 3, 2])
     x, y = torch.randn(2 * passes, 40).double(), torch.randn(2 * passes, 2).double()
     criterion = nn.MSELoss()
@@ -460,6 +469,7 @@ def test_data_of_several_passes_count_for_the_first_damping(passes: int, least: 
     for a, b in zip(x.split(2), y.split(2), strict=True):
         (criterion(net(a), b) / passes).backward()
     optimizer.step()
+    assert counted == [2 * passes]
     mean = rules.mean_eigenvalue(optimizer._blocks())
     multiple = optimizer.param_groups[0]["progress"]["first_tau"] / mean
     assert min(abs(multiple / m - 1) for m in (1, 3, 10, 30, 100, 300, 1000)) < 1e-6
