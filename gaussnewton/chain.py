@@ -59,6 +59,11 @@ class Chain:
         return any(isinstance(link.segment, General) for link in self.links)
 
     @property
+    def data(self) -> int:
+        """How many data the batch has."""
+        return self.record.data
+
+    @property
     def trained(self) -> list[str]:
         """The names of the trained layers, in the order of the forward pass."""
         return [link.call.name for link in reversed(self.links) if link.trained]
@@ -114,6 +119,27 @@ def _follow(record: Record) -> Iterator[Link]:
         yield Link(call, segment_of(path, between) if nodes else Identity())
         remaining.discard(call.name)
         end, like, place = call.input_edge, call.input, f"layer '{call.name}'"
+    _refuse_earlier_uses(end, by_node, record, place)
+
+
+def _refuse_earlier_uses(
+    end: GradientEdge | None, by_node: Mapping[Any, LayerCall], record: Record, place: str
+) -> None:
+    """Raise where what lies before the first trained layer uses its or another one's parameters.
+
+    All of them have been met by then, so it would be for the second time.
+    """
+    frontier = [end] if end is not None else []
+    while frontier:
+        nodes, sources = _trace(frontier.pop(), by_node)
+        refuse_bare_parameters(nodes, record, place)
+        for call in sources:
+            if call.name in record.theta.groups:
+                raise UnsupportedGraphError(
+                    f"layer '{call.name}' is called more than once in one forward pass, or another "
+                    "layer shares its weights."
+                )
+            frontier += [call.input_edge] if call.input_edge is not None else []
 
 
 def refuse_tied(record: Record) -> None:

@@ -11,7 +11,7 @@ from gaussnewton.apart import keeps_apart
 from gaussnewton.network import Network
 from gaussnewton.observer import Observer
 from gaussnewton.tangents import by_two_backwards, push
-from tests.estimators.test_shared import images, residual, twice
+from tests.estimators.test_shared import again_first, images, residual, twice
 from tests.problems import relative
 
 
@@ -55,7 +55,7 @@ def check(model: nn.Module, x: Tensor, y: Tensor, *, forward: bool, tolerance: f
         assert torch.equal(buffer, buffers[name]), name
 
 
-@pytest.mark.parametrize("problem", [residual, images, twice])
+@pytest.mark.parametrize("problem", [residual, images, twice, again_first])
 def test_both_ways_are_exact(problem) -> None:
     model, (x, y) = problem(5)
     network, observer, J = network_of(model, x, y)

@@ -13,7 +13,7 @@ from gaussnewton import jacobian
 from gaussnewton.jacobian import gauss_newton_product, jacobian_product, layer_jacobian_products
 from gaussnewton.observer import Observer
 from gaussnewton.tangents import push
-from tests.estimators.test_shared import images, residual, twice
+from tests.estimators.test_shared import again_first, images, residual, twice
 from tests.problems import fit, relative
 
 
@@ -27,7 +27,7 @@ def observed(problem, n: int):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch.func itself
-@pytest.mark.parametrize("problem", [residual, images, twice])
+@pytest.mark.parametrize("problem", [residual, images, twice, again_first])
 def test_jacobian_products_are_exact(problem) -> None:
     model, _, (x, _), observation, observer = observed(problem, 5)
     torch.manual_seed(1)
@@ -73,7 +73,7 @@ def test_jacobian_products_of_a_pass_with_dropout_are_of_that_pass() -> None:
     torch.testing.assert_close(found[0, 1, 0], expected)
 
 
-@pytest.mark.parametrize("problem", [residual, images, twice])
+@pytest.mark.parametrize("problem", [residual, images, twice, again_first])
 def test_gauss_newton_products_are_exact(problem) -> None:
     model, criterion, batch, observation, observer = observed(problem, 4)
     torch.manual_seed(1)
@@ -83,7 +83,7 @@ def test_gauss_newton_products_are_exact(problem) -> None:
     assert relative(observer.theta.join(found), expected) < 1e-10
 
 
-@pytest.mark.parametrize("problem", [residual, images, twice])
+@pytest.mark.parametrize("problem", [residual, images, twice, again_first])
 @pytest.mark.parametrize("kind", [gn.GaussNewton, gn.HessianFree])
 def test_trains(problem, kind) -> None:
     model, (x, _) = problem(60)

@@ -57,6 +57,18 @@ class Twice(nn.Module):
         return self.last(torch.tanh(self.middle(torch.tanh(self.middle(x)))))
 
 
+class AgainFirst(nn.Module):
+    """Layers of which the ones that are met last on the way back have been met before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.middle(torch.tanh(self.first(x))))
+        return self.last(torch.tanh(self.first(torch.tanh(self.middle(x)))))
+
+
 def residual(n: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
     return Residual().double(), (torch.randn(n, 4).double(), torch.randint(3, (n,)))
@@ -70,6 +82,11 @@ def images(n: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 def twice(n: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
     return Twice().double(), (torch.randn(n, 3).double(), torch.randint(2, (n,)))
+
+
+def again_first(n: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    return AgainFirst().double(), (torch.randn(n, 3).double(), torch.randint(2, (n,)))
 
 
 def slow_factors(
@@ -112,8 +129,9 @@ def slow_factors(
         (residual, ["first", "second", "side", "last"]),
         (images, ["features.0", "head"]),
         (twice, ["first", "middle", "last"]),
+        (again_first, ["first", "middle", "last"]),
     ],
-    ids=["residual", "images", "twice"],
+    ids=["residual", "images", "twice", "again first"],
 )
 def test_kflr_is_a_slow_restatement(problem, names: list[str]) -> None:
     model, batch = problem(3)
