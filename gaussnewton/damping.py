@@ -16,10 +16,10 @@ from gaussnewton.progress import Progress
 from gaussnewton.settings import Damping
 
 FIRST_MULTIPLES = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10_000.0)
-"""Of the mean curvature: what is tried for τ on the first batch, if it has many data."""
+"""Of the mean curvature: what is tried for τ on the first batch, if it has data enough."""
 
-ENOUGH, FEW = 1.5, 100.0
-"""Up to the first, inputs to a datum count as one; beyond the second, more change nothing."""
+SCARCEST = 100.0
+"""Batches of which more would be wanted for data enough are treated alike."""
 
 NEARLY = 0.9
 """The share of the best first step's fall in loss with which another is nearly as good."""
@@ -61,17 +61,22 @@ def mean_eigenvalue(blocks: Mapping[str, Block]) -> float:
     return float(torch.stack([block.trace() for block in blocks.values()]).sum()) / size
 
 
-def first_candidates(blocks: Mapping[str, Block], data: int, settings: Damping) -> list[float]:
+def first_candidates(blocks: Mapping[str, Block], wanted: float, settings: Damping) -> list[float]:
     """What to try for τ on the first batch, from the least on.
 
     A batch of fewer data than a layer has inputs says nothing of some directions, where damping
-    is all that holds a step back, and its own loss falls however little there is of it. So the
-    least multiple of the mean curvature is as great as there are inputs to each datum.
+    is all that holds a step back, and its own loss falls however little there is of it. In the
+    others curvature is as many times its mean over all directions as there are inputs to a datum.
+    So lesser multiples of that mean than the batches that are wanted for data enough are left out.
+
+    Args:
+        blocks: the curvature of the first batch.
+        wanted: see :func:`~gaussnewton.scarcity.batches_wanted`.
+        settings: what is set about damping.
     """
     if settings.tau is not None:
         return [settings.tau]
-    inputs, mean = max(block.columns for block in blocks.values()), mean_eigenvalue(blocks)
-    least = min(inputs / (ENOUGH * data), FEW)
+    mean, least = mean_eigenvalue(blocks), min(wanted, SCARCEST)
     return [multiple * mean for multiple in FIRST_MULTIPLES if multiple >= least]
 
 

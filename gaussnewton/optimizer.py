@@ -27,6 +27,7 @@ from gaussnewton.parameters import Group
 from gaussnewton.passage import Passage
 from gaussnewton.progress import Progress
 from gaussnewton.proposal import Gram, Proposal, calibrated, plain, squared
+from gaussnewton.scarcity import batches_wanted
 from gaussnewton.settings import Damping, Guard, Refresh, StepSize, check_kinds
 from gaussnewton.smoothing import smooth, smoothed
 
@@ -302,8 +303,8 @@ class GaussNewton(CurvedOptimizer):
                 "the inputs are. There is no Gauss-Newton step; use another criterion or a "
                 "first-order optimiser until there is curvature."
             )
-        data = sum(observation.record.data for observation in observations)
-        candidates = rules.first_candidates(blocks, data, self.damping)
+        scarcity = batches_wanted(observations, self._limit)
+        candidates = rules.first_candidates(blocks, scarcity, self.damping)
         if len(candidates) == 1:
             rules.start(candidates[0], progress)
             return

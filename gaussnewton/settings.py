@@ -6,6 +6,28 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 
+def _check_counts(settings: object, *names: str) -> None:
+    """Refuse fewer than one update between two looks, or between two of anything else."""
+    for name in names:
+        value = getattr(settings, name)
+        if not value >= 1:
+            raise ValueError(
+                f"{type(settings).__name__}({name}={value}) is a number of updates and at least 1, "
+                "which is at every update."
+            )
+
+
+def _check_memories(settings: object, *names: str) -> None:
+    """Refuse weights of the past that no running mean can have."""
+    for name in names:
+        value = getattr(settings, name)
+        if not 0 <= value < 1:
+            raise ValueError(
+                f"{type(settings).__name__}({name}={value}) is the weight of the past in a running "
+                "mean: 0, which forgets all of it, or more, and less than 1."
+            )
+
+
 @dataclass(frozen=True)
 class Damping:
     """How τ and γ start and move (appendix B.3).
@@ -39,6 +61,9 @@ class Damping:
     raise_below: float = 0.25
     anneal: bool = True
     bounds: tuple[float, float] = (1e-10, 1e10)
+
+    def __post_init__(self) -> None:
+        _check_counts(self, "tau_interval", "gamma_interval")
 
     def interval(self, t: int) -> int:
         """T_τ at update t."""
@@ -98,6 +123,10 @@ class StepSize:
     part: float = 0.25
     least: int = 250
 
+    def __post_init__(self) -> None:
+        _check_counts(self, "ask")
+        _check_memories(self, "smooth", "memory")
+
     def interval(self, t: int) -> int:
         """Updates between two looks at the curvature along the direction, at update t."""
         return max(1, min(int(self.growth * t), self.ask))
@@ -115,8 +144,9 @@ class Refresh:
         inverse: the most updates between two inversions; every new estimate is inverted. Where
             curvature has not changed, and damping by a factor of 1.5 at most, nothing is.
         early: so many updates at the start have fresh curvature each: it changes fastest there.
-        decay: of the running averages of Q and G, over ``curvature`` updates: estimates that are
-            further apart are forgotten sooner, each by itself. 0 takes the latest only.
+        decay: the weight of the past in the running averages of Q and G, to the power of the
+            updates between two estimates in units of ``curvature``; by itself where a batch has
+            few data for the width of the layers. 0 takes the latest only.
         average: β of the averaged parameters (appendix B.4). Nearer to 1 they are smoother, and
             lag more behind. The paper has 0.95.
         last: later they are the mean over about this share of all updates so far. 0 keeps to
@@ -131,18 +161,30 @@ class Refresh:
     average: float = 0.9
     last: float = 0.1
 
+    def __post_init__(self) -> None:
+        _check_counts(self, "curvature", "inverse")
+        _check_memories(self, "decay", "average")
+
     def interval(self, t: int) -> int:
         """Updates between two estimates at update t."""
         if t <= self.early:
             return 1
         return max(self.curvature, min(int(self.growth * t), 10 * self.curvature))
 
-    def memory(self, t: int) -> float:
+    def memory(self, t: int, wanted: float = 0.0) -> float:
         """The weight of earlier estimates at update t: they age with updates.
 
-        Where estimates are more frequent than ``curvature`` says, they age with estimates.
+        Where estimates are more frequent than ``curvature`` says, they age with estimates, and
+        they do where a batch by itself has not data enough: a running mean with memory β has those
+        of (1 + β) / (1 − β) batches.
+
+        Args:
+            t: the number of the update.
+            wanted: how many batches there are data enough in.
         """
-        return self.decay ** max(self.interval(t) / self.curvature, 1.0)
+        aged = self.decay ** max(self.interval(t) / self.curvature, 1.0)
+        enough = (wanted - 1) / (wanted + 1)
+        return max(aged, min(enough, self.decay))
 
     def many_solves(self, t: int) -> bool:
         """Whether inverses made at update t serve so often that writing them out pays off.

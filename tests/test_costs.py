@@ -165,6 +165,29 @@ def test_estimates_age_with_updates(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(block.Q, Q)
 
 
+@pytest.mark.parametrize(
+    ("t", "wanted", "memory"),
+    [(50, 0.0, 0.8), (400, 0.0, 0.8**4), (400, 1.0, 0.8**4), (400, 5.0, 4 / 6), (400, 50.0, 0.8)],
+)
+def test_few_data_are_remembered_for_longer(t: int, wanted: float, memory: float) -> None:
+    """With 5 batches wanted the running mean has those of (1 + 4/6) / (1 − 4/6) = 5."""
+    assert gn.Refresh().memory(t, wanted) == pytest.approx(memory)
+
+
+@pytest.mark.parametrize("data", [2, 200])
+def test_the_optimiser_knows_whether_data_are_few(
+    data: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = nn.Sequential(nn.Linear(60, 2)).double()
+    x, y = torch.randn(data, 60).double(), torch.randn(data, 2).double()
+    seen: list[float] = []
+    before = module.store
+    monkeypatch.setattr(module, "store", lambda *a: (seen.append(a[3]), before(*a)))
+    refresh = gn.Refresh(early=1, curvature=1, growth=0.5)
+    fit(gn.GaussNewton(net, nn.MSELoss(), refresh=refresh), x, y, 30)
+    assert seen[-1] == pytest.approx(0.8 if data == 2 else 0.8**10)
+
+
 def test_nothing_is_inverted_where_nothing_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x, y = problem()
     optimizer = gn.GaussNewton(

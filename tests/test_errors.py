@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +123,14 @@ NO_CHAINS = {
         "'[ab]' and '[ab]' meet before layer 'c'",
     ),
     "called twice": (lambda m, x: m.c(m.b(m.b(m.a(x)))), "'b' is called 2 times"),
+    "called again before all others": (
+        lambda m, x: m.c(m.b(m.a(m.b(x)))),
+        "'b' is called more than once",
+    ),
+    "used before all others": (
+        lambda m, x: m.c(m.b(m.a(x @ m.b.weight))),
+        r"'b\.weight' is used before layer|'b' \(Product\) is a Product",
+    ),
     "unused": (lambda m, x: m.c(m.a(x)), "'b' has trainable parameters but its output does not"),
     "detached": (lambda m, x: m.c(m.b(m.a(x).detach())), "'a' has trainable parameters but"),
     "sequences": (
@@ -145,7 +154,7 @@ def test_graphs_that_are_not_chains(name: str, method: str) -> None:
     forward, message = NO_CHAINS[name]
     torch.manual_seed(0)
     model = Graph(forward)
-    refused_by_kfra = name in ("bare parameter", "more rows than data")
+    refused_by_kfra = name in ("bare parameter", "used before all others", "more rows than data")
     if method == "kfra" and refused_by_kfra:  # and not left at zero
         message = "'[abc]'.*(outside of the calls|does not count the data).*'kfac'"
     if method == "hessian" or (method == "kfra" and refused_by_kfra):
@@ -254,3 +263,25 @@ def test_curvatures_that_do_not_go_together() -> None:
             kflr.average(wrong)
         with pytest.raises(ValueError, match="the two curvatures differ at layer"):
             kflr.merge(wrong)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "words"),
+    [
+        (gn.Refresh, {"curvature": 0}, "number of updates and at least 1"),
+        (gn.Refresh, {"inverse": 0}, "number of updates and at least 1"),
+        (gn.Refresh, {"decay": 1.0}, "less than 1"),
+        (gn.Refresh, {"average": -0.1}, "weight of the past"),
+        (gn.Damping, {"tau_interval": 0}, "number of updates and at least 1"),
+        (gn.Damping, {"gamma_interval": -1}, "number of updates and at least 1"),
+        (gn.StepSize, {"ask": 0}, "number of updates and at least 1"),
+        (gn.StepSize, {"smooth": 1.0}, "less than 1"),
+        (gn.StepSize, {"memory": float("nan")}, "weight of the past"),
+    ],
+)
+def test_settings_that_no_update_can_follow_are_refused(
+    kind: Any, settings: dict[str, float], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        kind(**settings)
+    assert f"{kind.__name__}({next(iter(settings))}=" in str(caught.value)

@@ -438,17 +438,15 @@ def test_inverses_serve_on_until_gamma_has_moved_far() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "least"), [(1000, 1.0), (401, 1.0), (300, 3.0), (50, 10.0), (20, 30.0), (1, 100.0)]
+    ("wanted", "least"), [(0.0, 1.0), (1.0, 1.0), (1.3, 3.0), (8.0, 10.0), (20, 30.0), (400, 100.0)]
 )
-def test_the_first_dampings_tried_are_greater_for_few_data(data: int, least: float) -> None:
-    """The widest layer has 600 inputs and a bias."""
-    blocks = gn.curvature(
-        network([3, 600, 1]), nn.MSELoss(), (torch.randn(5, 3).double(), torch.randn(5, 1).double())
-    )
-    tried = rules.first_candidates(blocks, data, gn.Damping())
+def test_the_first_dampings_tried_are_greater_for_few_data(wanted: float, least: float) -> None:
+    x, y = torch.randn(5, 3).double(), torch.randn(5, 1).double()
+    blocks = gn.curvature(network([3, 6, 1]), nn.MSELoss(), (x, y))
+    tried = rules.first_candidates(blocks, wanted, gn.Damping())
     assert tried[0] == pytest.approx(least * rules.mean_eigenvalue(blocks))
     assert tried[-1] == pytest.approx(10_000 * rules.mean_eigenvalue(blocks))
-    assert rules.first_candidates(blocks, data, gn.Damping(tau=0.3)) == [0.3]
+    assert rules.first_candidates(blocks, wanted, gn.Damping(tau=0.3)) == [0.3]
 
 
 @pytest.mark.parametrize(("passes", "least"), [(1, 30.0), (3, 10.0)])
@@ -457,9 +455,9 @@ def test_data_of_several_passes_count_for_the_first_damping(
 ) -> None:
     counted, before = [], rules.first_candidates
 
-    def noted(blocks: Any, data: int, settings: gn.Damping) -> list[float]:
-        counted.append(data)
-        return before(blocks, data, settings)
+    def noted(blocks: Any, wanted: float, settings: gn.Damping) -> list[float]:
+        counted.append(wanted)
+        return before(blocks, wanted, settings)
 
     monkeypatch.setattr(rules, "first_candidates", noted)
     net = network([40, 3, 2])
@@ -469,7 +467,7 @@ def test_data_of_several_passes_count_for_the_first_damping(
     for a, b in zip(x.split(2), y.split(2), strict=True):
         (criterion(net(a), b) / passes).backward()
     optimizer.step()
-    assert counted == [2 * passes]
+    assert counted == [pytest.approx(41 / (1.5 * 2 * passes))]
     mean = rules.mean_eigenvalue(optimizer._blocks())
     multiple = optimizer.param_groups[0]["progress"]["first_tau"] / mean
     assert min(abs(multiple / m - 1) for m in (1, 3, 10, 30, 100, 300, 1000)) < 1e-6

@@ -81,6 +81,10 @@ class MatrixRule(LayerRule):
     ) -> Float[Tensor, "k n r groups out"]:
         """Gradients at the layer's outputs, sorted by the same positions and groups."""
 
+    def columns(self, module: Any, input: Tensor) -> int:
+        """How wide the vectors are that one matrix multiplies: nothing of them is computed."""
+        return self.positions(module, torch.empty_like(input, device="meta")).shape[-1]
+
     def second_moment(
         self, module: Any, input: Tensor, largest: int | None = None
     ) -> tuple[Float[Tensor, "groups columns b"], int]:
