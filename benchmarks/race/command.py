@@ -142,10 +142,11 @@ def _write(options: argparse.Namespace, store: Store) -> None:
     asked = [line for line in store.lines if line["kind"] == "asked"]
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(report(problems, asked, _versions(store)), encoding="utf-8")
-    seeds = max(len(lines) for runs in problems.values() for lines in runs.values())
+    seeds = sorted({len(lines) for runs in problems.values() for lines in runs.values()})
+    many = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
     threads = asked[-1]["threads"]
     budget = (
-        f"median of {seeds} seed{'' if seeds == 1 else 's'}, bands from least to greatest; "
+        f"median of {many} seed{'' if seeds[-1] == 1 else 's'}, bands from least to greatest; "
         f"{threads} thread{'' if threads == 1 else 's'}; interleaved"
     )
     result = figure.compute(problems, budget)

@@ -12,8 +12,9 @@ import gaussnewton as gn
 from gaussnewton.errors import GaussNewtonError
 from gaussnewton.experiments.data import Batches
 from race.clock import Lap
+from race.defaults import KEY, fingerprint
 from race.optimizers import build
-from race.settings import MEMORIES, Setting
+from race.settings import MEMORIES, OURS, Setting
 from race.tasks import Data, Task
 
 CHOSEN_ON = 2_000
@@ -28,7 +29,7 @@ class Contender(Protocol):
         seconds: of all its updates, as :class:`race.clock.Lap` has them; batches, running means
             and judging are not counted.
         failure: why it cannot go on; empty if it can.
-        versions: of packages that are in another environment.
+        versions: of packages that are in another environment, and of our own settings.
     """
 
     updates: int
@@ -83,8 +84,8 @@ class TorchContender:
         self.batches = Batches(data.x, data.y, task.batch, seed)
         self.few, self.judged = data.judged(CHOSEN_ON), data.judged()
         self.updates, self.seconds, self.failure = 0, 0.0, ""
-        self.versions: dict[str, str] = {}
         ours = isinstance(self.optimizers[0], gn.GaussNewton)
+        self.versions = {KEY: fingerprint()} if runner == OURS else {}
         self.means = None if ours else Means(list(self.model.parameters()))
 
     def advance(self, seconds: float) -> None:

@@ -15,6 +15,8 @@ from race.times import band, loss_at, loss_of
 FIRST = 0.5
 """Seconds: where the logarithmic axis begins."""
 COLUMNS = 3
+ENDED = 1.05
+"""Times the seconds of the shortest run up to which another has as many."""
 HEADROOM = 0.5
 """The top of a panel is at least so much of the way, by logarithms, from the least loss to the
 first one: where all of them only begin there is little to see."""
@@ -46,8 +48,12 @@ def _shared_end(runs: list[Any]) -> float:
 
 
 def _tails(runs: list[Any]) -> list[list[tuple[float, float]]]:
-    """(seconds, loss) of each run that went on when another had ended."""
+    """(seconds, loss) of each run that went on when another had ended.
+
+    Not of those that only had the last update of the same time: runs end where an update does.
+    """
     end = _shared_end(runs)
+    runs = [marks for marks in runs if marks[-1][1] > ENDED * end]
     tails = [
         [(end, loss_at(marks, end)), *((m[1], loss_of(m)) for m in marks if m[1] > end)]
         for marks in runs

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from tabulate import tabulate
 
+from race.defaults import KEY
 from race.halving import QUARTER
 from race.settings import MEMORIES, OURS, RUNNERS, setting_text
-from race.standing import BARS, Runs, Standing, standing, targets_of, verdict
+from race.standing import BARS, PEERS, Runs, Standing, Target, standing, targets_of, verdict
 from race.store import Line
 from race.tasks import JUDGED, TASKS
 from race.times import loss_at, median
@@ -90,12 +92,70 @@ def bars_table(problems: dict[str, Runs]) -> str:
     return _table(rows, header)
 
 
-def grids_table(runners: list[str], asked: list[dict[str, Any]]) -> str:
-    """What was searched, by all commands together."""
-    powers, decays = _all_of(asked, "powers"), _all_of(asked, "decays")
-    entries = [RUNNERS[r].limited(powers, decays) for r in runners]
-    rows = [[e.title, e.grid_text(), str(len(e.grid())), e.about] for e in entries]
-    return _table(rows, ["", "grid", "settings", "otherwise"])
+def seeds_table(problem: str, runs: Runs) -> str:
+    """Each seed by itself, whose contenders shared the same moments."""
+    columns = {"gn.GaussNewton": (OURS,)} | {
+        bar.against: bar.runners for bar in BARS if bar.problem == problem
+    }
+    columns = columns if len(columns) > 1 else columns | {"the best first-order peer": PEERS}
+    rows = []
+    for target in targets_of(problem, runs):
+        for seed, loss in target.of.items():
+            alone = Target(f"{loss:.4g}", {seed: loss})
+            found = {title: standing(who, runs, alone) for title, who in columns.items()}
+            ours, *theirs = found.values()
+            if ours is None:
+                continue
+            cells = [alone.name, str(seed), _seconds(ours)]
+            for each in theirs:
+                who = f"{RUNNERS[each.who].title}: " if each else ""
+                cells += [f"{who}{_seconds(each)}", _ratio(each, ours)]
+            rows.append(cells)
+    header = ["loss", "seed", "gn.GaussNewton"]
+    for title in list(columns)[1:]:
+        header += [title, "× ours"]
+    return _table(rows, header)
+
+
+def mixed_text(runs: Runs) -> str:
+    """A warning where seeds of ours raced with different settings."""
+    by_settings: dict[str, list[str]] = {}
+    for seed, line in sorted(runs.get(OURS, {}).items()):
+        key = (line.get("versions") or {}).get(KEY, "others, not noted")
+        by_settings.setdefault(key, []).append(str(seed))
+    if len(by_settings) < 2:
+        return ""
+    each = "; ".join(f"{key}: seeds {', '.join(seeds)}" for key, seeds in by_settings.items())
+    return f"**Medians mix several defaults of gn.GaussNewton** ({each})."
+
+
+def grids_table(problems: dict[str, Runs], asked: list[dict[str, Any]]) -> str:
+    """What was searched on each problem, by all commands for it together."""
+    rows = []
+    for runner, entry in RUNNERS.items():
+        grids: dict[tuple[str, str], list[str]] = {}
+        for name in (name for name, runs in problems.items() if runner in runs):
+            own = [e for e in asked if _names(e, "problems", name) and _names(e, "runners", runner)]
+            limited = entry.limited(_all_of(own, "powers"), _all_of(own, "decays"))
+            key = limited.grid_text(), str(len(limited.grid()))
+            grids.setdefault(key, []).append(TASKS[name].title)
+        rows += [
+            [entry.title, ", ".join(titles), *grid, entry.about] for grid, titles in grids.items()
+        ]
+    return _table(rows, ["", "on", "grid", "settings", "otherwise"])
+
+
+def _names(asked: dict[str, Any], option: str, word: str) -> bool:
+    """Whether a command was about a problem or runner; without the option it is about all.
+
+    >>> command = {"command": "race.py --problems mnist faces --runners soap --seeds 1"}
+    >>> [_names(command, "problems", name) for name in ("faces", "curves")]
+    [True, False]
+    >>> _names({"command": "race.py --seeds 1"}, "problems", "curves")
+    True
+    """
+    found = re.search(rf"--{option}((?: [a-z][\w-]*)+)", asked["command"])
+    return found is None or word in found[1].split()
 
 
 def _all_of(asked: list[dict[str, Any]], key: str) -> list[Any]:
@@ -131,12 +191,12 @@ def method_text(asked: list[dict[str, Any]]) -> str:
         "did not reach a loss counts as infinite.\n\n"
         "Each peer has the best setting of its grid, by successive halving on seed 0: "
         f"{_numbers(asked, 'search')} s each, the best quarter "
-        f"{_numbers(asked, 'search', QUARTER)} s each, and the best of those races; where several "
-        "commands are named above, a later one "
-        "may have had a part of the grid. Decay periods are shares of the run's own budget. "
+        f"{_numbers(asked, 'search', QUARTER)} s each, and the best of those races; a command with "
+        "one rate takes what an earlier search or race found. Decay periods are shares of the "
+        "run's own budget. "
         f"Each contender has {_numbers(asked, 'race')} s. On the "
         "autoencoders the first-order peer that is best then goes on to "
-        f"{_numbers(asked, 'long')} s at most, and "
+        f"{_numbers(asked, 'long')} s at most (with --give-up, to so many times our seconds), and "
         "beside it gn.GaussNewton and kfac-jax as far as they need to reach the loss in question."
     )
 
@@ -150,7 +210,6 @@ def report(problems: dict[str, Runs], asked: list[dict[str, Any]], versions: dic
         versions: of everything.
     """
     commands = ", ".join(dict.fromkeys(f"`{each['command']}`" for each in asked))
-    runners = [r for r in RUNNERS if any(r in runs for runs in problems.values())]
     about = "\n".join(f"- {name}: `{value}`" for name, value in versions.items())
     parts = [
         "# The race", f"Written by {commands}.", about, method_text(asked),
@@ -167,5 +226,7 @@ def report(problems: dict[str, Runs], asked: list[dict[str, Any]], versions: dic
             if target.origin
         ]
         parts += [f"## {task.title}", " ".join([text, *origins]), problem_table(name, runs)]
-    parts += ["## The grids", grids_table(runners, asked)]
+        parts += [mixed_text(runs), "Seed by seed:", seeds_table(name, runs)]
+    parts += ["## The grids", grids_table(problems, asked)]
+    parts = [part for part in parts if part]
     return "\n\n".join(parts) + "\n"

@@ -2,8 +2,16 @@
 
 import pytest
 from race import figure
+from race.defaults import KEY
 from race.standing import Standing, standing, targets_of, verdict
-from race.tables import bars_table, problem_table, report
+from race.tables import (
+    bars_table,
+    grids_table,
+    mixed_text,
+    problem_table,
+    report,
+    seeds_table,
+)
 from race.times import NEVER, Reached
 
 
@@ -98,6 +106,39 @@ def test_the_report_has_every_number():
     assert "2 rates from 2^-9 to 2^-7, not halved" in text
 
 
+def test_each_problem_has_the_grid_that_was_searched_on_it():
+    problems = {
+        name: runs_of(name, default=[(0.5, 10)], adam=[(0.9, 30)]) for name in ("mnist", "curves")
+    }
+    asked = {"powers": [-7, -9], "decays": [1.0], "command": "race.py --problems mnist --seeds 1"}
+    others = {"powers": [], "decays": [], "command": "race.py --problems curves --runners default"}
+    whole = {"powers": [], "decays": [], "command": "race.py --problems curves"}
+    table = grids_table(problems, [asked, others, whole])
+    rows = [[cell.strip() for cell in row.split("|")[1:4]] for row in table.splitlines()]
+    assert ["Adam", "MNIST autoencoder", "2 rates from 2^-9 to 2^-7, not halved"] in rows
+    assert any(row[:2] == ["Adam", "CURVES autoencoder"] and "8 rates" in row[2] for row in rows)
+
+
+def test_each_seed_by_itself():
+    runs = runs_of(
+        "mnist", default=[(0.5, 10), (0.7, 10)], adam=[(0.9, 30)] * 2, muon=[(0.9, 3), (0.8, 9)]
+    )
+    rows = [row.split("|") for row in seeds_table("mnist", runs).splitlines()]
+    to_60 = [[cell.strip() for cell in row] for row in rows if row[1].strip() == "60"]
+    assert [row[2] for row in to_60] == ["0", "1"]
+    assert [row[4].split(":")[0] for row in to_60] == ["Adam", "Muon"]  # whoever was first
+    assert [row[5] for row in to_60] == ["6.6", "1.6"]  # log 0.5 / log 0.9, log 0.7 / log 0.8
+    assert [row[6] for row in to_60] == ["", ""]  # kfac-jax did not race
+
+
+def test_medians_over_different_defaults_are_said_to_be_that():
+    runs = runs_of("mnist", default=[(0.5, 10)] * 3)
+    assert mixed_text(runs) == ""
+    runs["default"][1]["versions"] = {KEY: "0a1b2c3d"}
+    assert "0a1b2c3d: seeds 1" in mixed_text(runs)
+    assert "not noted: seeds 0, 2" in mixed_text(runs)
+
+
 def test_the_figure_shows_all_seeds():
     runs = runs_of("mnist", default=[(0.5, 10), (0.6, 10), (0.7, 8)], adam=[(0.9, 30)] * 3)
     result = figure.compute({"mnist": runs}, "three seeds")
@@ -108,4 +149,18 @@ def test_the_figure_shows_all_seeds():
     assert [tail[-1][0] for tail in ours["tails"]] == [10.0, 10.0]
     began = [each for tail in ours["tails"] for each in tail[0]]
     assert began == pytest.approx([8.0, 100 * 0.5**8, 8.0, 100 * 0.6**8])
-    assert len(figure.draw(result).axes) == 1
+    drawn = figure.draw(result).axes
+    assert len(drawn) == 1
+    assert len(drawn[0].lines) == 2 + 2 + 3  # two runners, two tails of ours, three targets
+
+
+def test_runs_that_end_an_update_apart_have_no_tails():
+    runs = runs_of("mnist", default=[(0.5, 100), (0.6, 101), (0.7, 103)])
+    assert figure.compute({"mnist": runs}, "")["panels"][0]["lines"][0]["tails"] == []
+
+
+def test_four_panels_are_two_by_two():
+    names = ("mnist", "curves", "faces", "classifier")
+    problems = {name: runs_of(name, default=[(0.5, 10)], adam=[(0.9, 30)]) for name in names}
+    grid = figure.draw(figure.compute(problems, "")).axes[0].get_gridspec()
+    assert (grid.nrows, grid.ncols) == (2, 2)
