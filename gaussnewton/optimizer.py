@@ -24,7 +24,6 @@ from gaussnewton.matrices import Matrices, dot, inner
 from gaussnewton.network import Network
 from gaussnewton.observer import Observation
 from gaussnewton.parameters import Group
-from gaussnewton.passage import Passage
 from gaussnewton.progress import Progress
 from gaussnewton.proposal import Gram, Proposal, calibrated, plain, squared
 from gaussnewton.scarcity import batches_wanted
@@ -121,6 +120,10 @@ class GaussNewton(CurvedOptimizer):
 
     step_size: StepSize
 
+    def _begin(self) -> None:
+        super()._begin()
+        self._many_layers: bool | None = None
+
     def update(
         self,
         observations: Sequence[Observation],
@@ -174,8 +177,7 @@ class GaussNewton(CurvedOptimizer):
         progress: Progress,
     ) -> Proposal:
         """δ̃ = −S C̃⁻¹ ḡ, and how much of it the quadratic model wants (appendix B.1, B.2)."""
-        passage = observations[0].passage
-        calibrate = self.step_size.calibrate and not self._many_layers(passage)
+        calibrate = self._calibrates(observations[0], progress)
         scales = self._known_scales() if calibrate and progress.age else {}
         direction = {
             group.name: inverses[group.name]
@@ -200,7 +202,7 @@ class GaussNewton(CurvedOptimizer):
             previous,
             looks,
             shift,
-            passage.trained,
+            observations[0].passage.trained,
             partial(self._blend, self.step_size.memory ** self.refresh.interval(progress.t)),
             sizes.most,
             share,
@@ -259,9 +261,17 @@ class GaussNewton(CurvedOptimizer):
             return gradient[group.name]
         return smoothed(self._layer_state(group.name), group)
 
-    def _many_layers(self, passage: Passage) -> bool:
-        """Whether calibrating each layer would cost far more than the rest of an update."""
-        return isinstance(passage, Network) and len(passage.trained) > self.step_size.layers
+    def _calibrates(self, observation: Observation, progress: Progress) -> bool:
+        """Whether layers are calibrated: not if that costs far more than the rest of an update.
+
+        It is decided where curvature is fresh, which had to look at the structure of layers: in
+        between that would take another forward pass where it is no chain.
+        """
+        if progress.age == 0 or self._many_layers is None:
+            passage = observation.passage
+            most = self.step_size.layers
+            self._many_layers = isinstance(passage, Network) and len(passage.trained) > most
+        return self.step_size.calibrate and not self._many_layers
 
     def _average_memory(self, t: int) -> float:
         return memory_at(t, self.refresh.average, self.refresh.last)

@@ -145,6 +145,29 @@ def test_products_of_an_update_are_few_however_many_layers_there_are(
     assert last < 0.6 * first
 
 
+@pytest.mark.parametrize("layers", [0, 8])
+def test_between_two_looks_a_network_is_not_run_again(layers: int) -> None:
+    """Whether its layers are calibrated or, being too many, are not."""
+    model, (x, y) = residual(20)
+    criterion, passes = nn.CrossEntropyLoss(), [0]
+    model.register_forward_pre_hook(lambda *_: passes.__setitem__(-1, passes[-1] + 1))
+    optimizer = gn.GaussNewton(
+        model,
+        criterion,
+        curvature="kflr",
+        damping=gn.Damping(tau=1e-2, tau_interval=50),
+        step_size=gn.StepSize(growth=1.0, layers=layers),
+        refresh=gn.Refresh(early=1, curvature=50),
+    )
+    for _ in range(20):
+        passes.append(0)
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+    assert passes[1] > 1  # curvature and a look
+    assert passes[6:].count(1) >= 10  # a look at every fifth, or what is not believed
+
+
 def test_resumes_bit_for_bit_with_groups() -> None:
     model, (x, y) = images(20)
     criterion = nn.CrossEntropyLoss()
