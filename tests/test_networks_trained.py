@@ -165,7 +165,7 @@ def test_between_two_looks_a_network_is_not_run_again(layers: int) -> None:
         criterion(model(x), y).backward()
         optimizer.step()
     assert passes[1] > 1  # curvature and a look
-    assert passes[6:].count(1) >= 10  # a look at every fifth, or what is not believed
+    assert passes[6:].count(1) >= 8  # a look at every fifth, or what is not believed
 
 
 def test_resumes_bit_for_bit_with_groups() -> None:

@@ -438,7 +438,8 @@ def test_inverses_serve_on_until_gamma_has_moved_far() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "least"), [(0.0, 1.0), (1.0, 1.0), (1.3, 3.0), (8.0, 10.0), (20, 30.0), (400, 100.0)]
+    ("wanted", "least"),
+    [(0.0, 1.0), (1.0, 1.0), (1.3, 3.0), (8.0, 10.0), (20.0, 30.0), (400.0, 100.0)],
 )
 def test_the_first_dampings_tried_are_greater_for_few_data(wanted: float, least: float) -> None:
     x, y = torch.randn(5, 3).double(), torch.randn(5, 1).double()
