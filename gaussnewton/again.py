@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from gaussnewton.parameters import Theta
+
 Rerun = Callable[[slice, Callable[..., object]], Tensor]
 """What the criterion looks at, of some of the data, by calling something in place of the model."""
 
@@ -95,7 +97,34 @@ class Again:
         try:
             with self.began(), torch.no_grad(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "`torch.jit.script`")  # by torch.func itself
+                if len(directions) == 1:  # a batch of one only costs the batching
+                    return moved({key: t[0] for key, t in tangents.items()}).unsqueeze(0)
                 result: Tensor = torch.func.vmap(moved, randomness="same")(tangents)
         except (RuntimeError, NotImplementedError):  # no rule, or not allowed in a transformation
             return None
         return result
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What products with a network's Jacobian need to know of it; passes alike have it in common.
+
+    Attributes:
+        theta: the parameters.
+        data: rows of the outputs.
+        entries: numbers that the recorded calls return, for each of these rows.
+        mixing: a layer behind which the data of a batch are mixed, if there is one.
+    """
+
+    theta: Theta
+    data: int
+    entries: int
+    mixing: str | None
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """A pass that is run once more for products with its Jacobian, and what is known of it."""
+
+    again: Again
+    outline: Outline

@@ -8,16 +8,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from gaussnewton.again import Repeat
+from gaussnewton.chain import Chain
 from gaussnewton.network import Network
-from gaussnewton.passage import Passage
 from gaussnewton.tangents import pull_back, push
 
 Directions = Mapping[str, Float[Tensor, "k rows columns"]]
 """For each layer, k directions of its matrix ``[W | b]``."""
 
 
+Differentiable = Chain | Network | Repeat
+"""A forward pass that products with its Jacobian can be had of; of a network the pass will do."""
+
+
 def jacobian_product(
-    chain: Passage, directions: Directions, part: slice = slice(None)
+    chain: Differentiable, directions: Directions, part: slice = slice(None)
 ) -> Float[Tensor, "k n d"]:
     """J v for k directions of all layers at once (the R-operator of appendix B.2).
 
@@ -29,8 +34,8 @@ def jacobian_product(
         directions: one stack for each trained layer.
         part: the data to answer for.
     """
-    if isinstance(chain, Network):
-        return push(chain, _one_by_one(directions), part)
+    if not isinstance(chain, Chain):
+        return push(_repeated(chain), _one_by_one(directions), part)
     tangent: Tensor | None = None
     for link in reversed(chain.links):
         call, moved = link.call, None
@@ -45,14 +50,14 @@ def jacobian_product(
 
 
 def layer_jacobian_products(
-    chain: Passage, directions: Mapping[str, Float[Tensor, "_ _"]], part: slice = slice(None)
+    chain: Differentiable, directions: Mapping[str, Float[Tensor, "_ _"]], part: slice = slice(None)
 ) -> Float[Tensor, "layers n d"]:
     """J_λ v_λ of each trained layer by itself, the first layer first.
 
     Their sum is J v, and any weighting of the layers is a weighted sum of them.
     """
-    if isinstance(chain, Network):
-        return push(chain, [{name: directions[name]} for name in chain.trained], part)
+    if not isinstance(chain, Chain):
+        return push(_repeated(chain), _each_alone(chain, directions), part)
     tangents: Tensor | None = None
     for link in reversed(chain.links):
         call = link.call
@@ -68,15 +73,15 @@ def layer_jacobian_products(
 
 
 def jacobian_products(
-    chain: Passage,
+    chain: Differentiable,
     layers: Mapping[str, Float[Tensor, "_ _"]] | None,
     others: Directions | None,
     part: slice = slice(None),
 ) -> Float[Tensor, "m n d"]:
     """Both of the above, one after the other; in a network by one pass."""
-    if isinstance(chain, Network):
-        each = [] if layers is None else [{name: layers[name]} for name in chain.trained]
-        return push(chain, each + ([] if others is None else _one_by_one(others)), part)
+    if not isinstance(chain, Chain):
+        each = [] if layers is None else _each_alone(chain, layers)
+        return push(_repeated(chain), each + ([] if others is None else _one_by_one(others)), part)
     tangents = []
     if layers is not None:
         tangents.append(layer_jacobian_products(chain, layers, part))
@@ -85,17 +90,27 @@ def jacobian_products(
     return torch.cat(tangents) if len(tangents) > 1 else tangents[0]
 
 
+def _repeated(network: Network | Repeat) -> Repeat:
+    return network.repeat if isinstance(network, Network) else network
+
+
+def _each_alone(
+    network: Network | Repeat, directions: Mapping[str, Float[Tensor, "_ _"]]
+) -> list[dict[str, Float[Tensor, "_ _"]]]:
+    return [{name: directions[name]} for name in _repeated(network).outline.theta.groups]
+
+
 def _one_by_one(directions: Directions) -> list[dict[str, Float[Tensor, "_ _"]]]:
     count = len(next(iter(directions.values())))
     return [{name: V[k] for name, V in directions.items()} for k in range(count)]
 
 
 def transposed_product(
-    chain: Passage, rows: Float[Tensor, "n d"]
+    chain: Chain | Network, rows: Float[Tensor, "n d"]
 ) -> dict[str, Float[Tensor, "_ _"]]:
     """Jᵀ r: what vectors at the outputs pull on each layer's matrix ``[W | b]``."""
     if isinstance(chain, Network):
-        return pull_back(chain, rows)
+        return pull_back(chain.repeat, rows)
     result = {}
     for link in chain:
         call = link.call
@@ -108,7 +123,7 @@ def transposed_product(
 
 
 def gauss_newton_product(
-    chain: Passage, direction: Mapping[str, Float[Tensor, "_ _"]]
+    chain: Chain | Network, direction: Mapping[str, Float[Tensor, "_ _"]]
 ) -> dict[str, Float[Tensor, "_ _"]]:
     """Ḡ v = Σ_n J_nᵀ 𝓗_L J_n v, from what one forward pass recorded."""
     record = chain.record

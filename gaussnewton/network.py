@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from gaussnewton.again import Again
+from gaussnewton.again import Again, Outline, Repeat
 from gaussnewton.apart import keeps_apart
 from gaussnewton.chain import check_criterion
 from gaussnewton.errors import UnsupportedGraphError
@@ -153,6 +153,14 @@ class Network:
     def trained(self) -> list[str]:
         """The names of the trained layers."""
         return list(self.calls)
+
+    @property
+    def repeat(self) -> Repeat:
+        """The pass, to be run once more for products with its Jacobian."""
+        assert self.again is not None  # set by whoever wants products
+        record = self.record
+        entries = sum(call.shape.numel() for call in record.calls) // record.data
+        return Repeat(self.again, Outline(record.theta, record.data, entries, self.mixing))
 
     def refuse_mixed(self, method: str) -> None:
         """Raise where the data of the batch are mixed."""

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
-from gaussnewton.again import Again, ForwardMode
+from gaussnewton.again import Again, ForwardMode, Outline, Repeat
 from gaussnewton.chain import Chain
 from gaussnewton.compiled import eagerly, is_compiled, original
 from gaussnewton.errors import RecordError, UnsupportedGraphError
@@ -27,6 +27,7 @@ from gaussnewton.hooks import Hook
 from gaussnewton.losses import geometry_of
 from gaussnewton.losses.inside import InnerLoss, LossWatch
 from gaussnewton.model_state import unchanged
+from gaussnewton.network import Network
 from gaussnewton.parameters import Theta
 from gaussnewton.passage import Passage, passage_of
 from gaussnewton.passes import ForwardPass, Source, Start, chosen, flat, precision_of
@@ -42,7 +43,7 @@ class Observation:
         layers: its chain of layers, taken from the graph before ``backward`` frees it; None where
             that does not do, until somebody asks: the pass is then run once more.
         draws: whether random numbers were drawn in it.
-        again: runs it once more, and returns its structure of layers.
+        observer: who saw it, and can run it once more.
         start: how it began.
         sources: for each argument of the criterion, how it comes from what the model returns;
             None for those that do not.
@@ -55,15 +56,28 @@ class Observation:
     start: Start
     sources: tuple[Source | None, ...]
     draws: bool
-    again: Callable[[Observation], Passage]
+    observer: weakref.ref[Observer]
     factor: Tensor | None = None
 
     @property
     def passage(self) -> Passage:
         """The structure of its layers."""
         if self.layers is None:
-            self.layers = self.again(self)
+            self.layers = self._watching.record_again(self)
         return self.layers
+
+    @property
+    def differentiable(self) -> Chain | Repeat:
+        """What products with its Jacobian need: not its layers, if a pass like it is known."""
+        if self.layers is None and (known := self._watching.repeat(self)) is not None:
+            return known
+        return self.passage if isinstance(self.passage, Chain) else self.passage.repeat
+
+    @property
+    def _watching(self) -> Observer:
+        observer = self.observer()
+        assert observer is not None  # it is the observer's own optimiser that asks
+        return observer
 
     @property
     def loss(self) -> Tensor:
@@ -97,6 +111,7 @@ class Observer(Tape):
         self._current: ForwardPass | None = None
         self._paused = False
         self._forward_mode = ForwardMode()
+        self._known: tuple[Any, Outline] | None = None
         self.attach()
         weakref.finalize(self, _remove, self._handles)
 
@@ -107,6 +122,7 @@ class Observer(Tape):
         self._layers = recorded_layers(original(self.model), self.theta)
         self._compiled = is_compiled(self.model)
         self._trained = self._trained_now()
+        self._known = None
         if not self._compiled:
             self._hook_layers(traced=False)
         if self.criterion is not None:
@@ -155,20 +171,41 @@ class Observer(Tape):
             arguments = self._arguments_again(observation, self.model)
             return geometry.value(*geometry.bind(*arguments))
 
-    def _record_again(self, observation: Observation) -> Passage:
+    def record_again(self, observation: Observation) -> Passage:
         """The structure of a pass whose graph has been freed, or did not show its layers."""
         with self._as_it_began(observation.start), torch.enable_grad():
             criterion = observation.record.geometry.criterion
             with eagerly(self.model), Tape(original(self.model), criterion) as tape:
                 criterion(*self._arguments_again(observation, self.model))
-            again = Again(
-                original(self.model),
-                partial(self._outputs_again, observation),
-                partial(self._eagerly_as_it_began, observation.start),
-                _is_whole(observation),
-                self._forward_mode,
-            )
-            return passage_of(tape.record, again)
+            passage = passage_of(tape.record, self._again(observation))
+        if isinstance(passage, Network):
+            self._known = (self._kind(observation), passage.repeat.outline)
+        return passage
+
+    def repeat(self, observation: Observation) -> Repeat | None:
+        """A pass that is like the last one whose layers were looked at; None where it is not.
+
+        The same model in the same mode on inputs of the same shapes. Nothing is run for it.
+        """
+        if self._known is None or self._known[0] != self._kind(observation):
+            return None
+        return Repeat(self._again(observation), self._known[1])
+
+    def _kind(self, observation: Observation) -> tuple[Any, ...]:
+        """What passes that are alike have in common."""
+        given, structure = tree_flatten((observation.start.args, observation.start.kwargs))
+        modes = [module.training for module in self.model.modules()]
+        outputs = observation.record.outputs
+        return [_likeness(a) for a in given], structure, modes, _likeness(outputs)
+
+    def _again(self, observation: Observation) -> Again:
+        return Again(
+            original(self.model),
+            partial(self._outputs_again, observation),
+            partial(self._eagerly_as_it_began, observation.start),
+            _is_whole(observation),
+            self._forward_mode,
+        )
 
     def _outputs_again(
         self, observation: Observation, part: slice, model: Callable[..., Any]
@@ -332,13 +369,7 @@ class Observer(Tape):
         if layers is not None:
             layers.record = seen
         observer = weakref.ref(self)
-
-        def again(observation: Observation) -> Passage:
-            mine = observer()
-            assert mine is not None  # it is the observer's own optimiser that asks
-            return mine._record_again(observation)
-
-        observation = Observation(seen, layers, found.start, sources, found.draws, again)
+        observation = Observation(seen, layers, found.start, sources, found.draws, observer)
 
         def differentiated(gradient: Tensor) -> None:
             mine = observer()
@@ -376,6 +407,14 @@ class Observer(Tape):
 def _remove(handles: list[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
+
+
+def _likeness(argument: Any) -> Any:
+    """What of an argument may decide which way a model takes, numbers of tensors aside."""
+    if isinstance(argument, Tensor):
+        return argument.shape, argument.dtype
+    plain = isinstance(argument, (bool, int, float, str))
+    return argument if plain else type(argument)
 
 
 def _is_whole(observation: Observation) -> bool:

@@ -95,7 +95,7 @@ def gauss_newton_gram(
         record = observation.record
         taken = looked_at(record.data, part, least)
         where = slice(0, taken)
-        J = jacobian_products(observation.passage, layers, others, where)
+        J = jacobian_products(observation.differentiable, layers, others, where)
         HJ = record.geometry.hessian(*record.wide).select(where).product(J)
         gram = (J.flatten(1) @ HJ.flatten(1).T).double()
         assert observation.factor is not None

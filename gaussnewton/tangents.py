@@ -8,12 +8,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from gaussnewton.again import Repeat
 from gaussnewton.gram import widened
-from gaussnewton.network import WORKSPACE, Network
+from gaussnewton.network import WORKSPACE
 
 
 def push(
-    network: Network,
+    network: Repeat,
     directions: Sequence[Mapping[str, Float[Tensor, "_ _"]]],
     part: slice,
     workspace: int = WORKSPACE,
@@ -21,7 +22,7 @@ def push(
     """J v of some directions, each of some layers, for the data of a part of the batch.
 
     Args:
-        network: the layers' calls, of a pass that can be run again.
+        network: a pass that can be run again.
         directions: matrices of some layers; the others stay where they are.
         part: the data to answer for.
         workspace: about how many bytes may be taken at once, by as many data as fit.
@@ -30,7 +31,7 @@ def push(
         {
             key: tensor
             for name, matrix in direction.items()
-            for key, tensor in network.record.theta[name].tensors(matrix).items()
+            for key, tensor in network.outline.theta[name].tensors(matrix).items()
         }
         for direction in directions
     ]
@@ -38,27 +39,25 @@ def push(
     return widened(torch.cat([_tangents(network, tangents, piece) for piece in pieces], dim=1))
 
 
-def _pieces(network: Network, part: slice, workspace: int, count: int) -> list[slice]:
+def _pieces(network: Repeat, part: slice, workspace: int, count: int) -> list[slice]:
     """The data in parts whose tangents fit, where a part of them can be evaluated alone."""
-    assert network.again is not None  # set by whoever wants products
-    start, stop, step = part.indices(network.record.data)
-    if network.again.draws or step != 1 or network.mixing is not None:
+    start, stop, step = part.indices(network.outline.data)
+    if network.again.draws or step != 1 or network.outline.mixing is not None:
         return [part]
-    entries = sum(call.shape.numel() for call in network.record.calls) // network.record.data
+    size = max(4, next(network.again.model.parameters()).element_size())
     # What a layer returns is there before and after the function behind it, and moved.
-    each = 2 * (count + 1) * entries * max(4, network.record.outputs.element_size())
+    each = 2 * (count + 1) * network.outline.entries * size
     fit = max(1, workspace // max(1, each))
     return [slice(i, min(i + fit, stop)) for i in range(start, stop, fit)] or [part]
 
 
 def _tangents(
-    network: Network, directions: Sequence[Mapping[str, Tensor]], part: slice
+    network: Repeat, directions: Sequence[Mapping[str, Tensor]], part: slice
 ) -> Float[Tensor, "k n d"]:
     """By forward mode where it is known to work, else by two backward passes."""
-    assert network.again is not None
     if network.again.forward_mode.refused:
         return by_two_backwards(network, directions, part)
-    whole = network.mixing is not None and part != slice(None)
+    whole = network.outline.mixing is not None and part != slice(None)
     moved = network.again.forward(directions, slice(None) if whole else part)
     if moved is not None and whole:
         moved = moved[:, part]
@@ -70,7 +69,7 @@ def _tangents(
 
 
 def by_two_backwards(
-    network: Network, directions: Sequence[Mapping[str, Tensor]], part: slice
+    network: Repeat, directions: Sequence[Mapping[str, Tensor]], part: slice
 ) -> Float[Tensor, "k n d"]:
     """As the derivative of u ↦ Jᵀ u, which is linear."""
     outputs = _outputs(network, part)
@@ -94,7 +93,7 @@ def by_two_backwards(
     return torch.stack(result)
 
 
-def pull_back(network: Network, rows: Float[Tensor, "n d"]) -> dict[str, Float[Tensor, "_ _"]]:
+def pull_back(network: Repeat, rows: Float[Tensor, "n d"]) -> dict[str, Float[Tensor, "_ _"]]:
     """Jᵀ r: what vectors at the outputs pull on each layer's matrix ``[W | b]``."""
     outputs = _outputs(network, slice(None))
     pulled = _parameter_gradients(network, outputs, rows.to(outputs.dtype).reshape(outputs.shape))
@@ -104,24 +103,23 @@ def pull_back(network: Network, rows: Float[Tensor, "n d"]) -> dict[str, Float[T
                 {key: pulled.get(key, torch.zeros_like(p)) for key, p in group.parameters.items()}
             )
         )
-        for group in network.record.theta
+        for group in network.outline.theta
     }
 
 
-def _outputs(network: Network, part: slice) -> Tensor:
-    assert network.again is not None  # set by whoever wants products
-    whole = part.indices(network.record.data) == (0, network.record.data, 1)
-    if whole or network.mixing is None:
+def _outputs(network: Repeat, part: slice) -> Tensor:
+    whole = part.indices(network.outline.data) == (0, network.outline.data, 1)
+    if whole or network.outline.mixing is None:
         return network.again.outputs(part)
     with torch.enable_grad():  # where data are mixed, a part of them alone is another function
         return network.again.outputs(slice(None))[part]
 
 
 def _parameter_gradients(
-    network: Network, outputs: Tensor, v: Tensor, create_graph: bool = False
+    network: Repeat, outputs: Tensor, v: Tensor, create_graph: bool = False
 ) -> dict[str, Tensor]:
     """Jᵀ v by parameter; without those that the outputs do not depend on."""
-    named = {key: p for group in network.record.theta for key, p in group.parameters.items()}
+    named = {key: p for group in network.outline.theta for key, p in group.parameters.items()}
     found = torch.autograd.grad(
         [outputs], list(named.values()), [v], create_graph=create_graph, allow_unused=True
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -47,7 +50,7 @@ def check(model: nn.Module, x: Tensor, y: Tensor, *, forward: bool, tolerance: f
     each, V = directions(observer)
     expected = (V @ J.T).unflatten(1, (len(x), -1))
     for part in (slice(None), slice(None), slice(1, 3)):
-        assert relative(push(network, each, part), expected[:, part]) < tolerance
+        assert relative(push(network.repeat, each, part), expected[:, part]) < tolerance
     assert observer._forward_mode.trusted == forward
     assert observer._forward_mode.refused != forward
     assert not observer.observations  # nothing of this was taken for the user's own
@@ -67,8 +70,8 @@ def test_both_ways_are_exact(problem) -> None:
     ]
     forward = network.again.forward(tangents, slice(None))
     assert relative(forward, expected) < 1e-10
-    assert relative(by_two_backwards(network, tangents, slice(None)), expected) < 1e-10
-    assert relative(push(network, each, slice(None), workspace=1), expected) < 1e-10
+    assert relative(by_two_backwards(network.repeat, tangents, slice(None)), expected) < 1e-10
+    assert relative(push(network.repeat, each, slice(None), workspace=1), expected) < 1e-10
 
 
 def convolution(*between: nn.Module) -> tuple[nn.Module, Tensor, Tensor]:
@@ -133,7 +136,7 @@ def test_a_model_that_looks_at_its_numbers() -> None:
     each, V = directions(observer)
     expected = (V @ J.T).unflatten(1, (len(x), -1))
     for _ in range(2):
-        assert relative(push(network, each, slice(None)), expected) < 1e-10
+        assert relative(push(network.repeat, each, slice(None)), expected) < 1e-10
 
 
 def test_in_low_precision() -> None:
@@ -194,3 +197,64 @@ def test_data_apart_take_no_pass() -> None:
     assert network._apart
     network._pull = None  # type: ignore[assignment, method-assign]
     assert network.mixing is None
+
+
+def passes_of(model: nn.Module, run) -> int:
+    """How often the model is called."""
+    count = []
+    handle = model.register_forward_pre_hook(lambda *_: count.append(1))
+    run()
+    handle.remove()
+    return len(count)
+
+
+def observed(observer: Observer, x: Tensor, y: Tensor):
+    observer.criterion(observer.model(x), y).backward()
+    (observation,) = observer.take()
+    return observation
+
+
+@pytest.mark.parametrize("problem", [residual, images])
+def test_a_pass_like_one_before_needs_no_record_of_its_own(problem) -> None:
+    model, (x, y) = problem(5)
+    network, observer, _ = network_of(model, x, y)
+    each, V = directions(observer)
+    push(network.repeat, each, slice(None))  # the first is compared with two backward passes
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p))
+    x = torch.randn_like(x)
+    later = observed(observer, x, y)
+    assert passes_of(model, lambda: later.differentiable) == 0
+    named = dict(model.named_parameters())
+    tangents = observer.theta.tensors(V[0])
+    expected = torch.func.jvp(
+        lambda p: torch.func.functional_call(model, p, x), (named,), (tangents,)
+    )[1]
+    for part in (slice(None), slice(1, 3)):
+        found = push(later.differentiable, each[:1], part)
+        assert relative(found[0], expected.flatten(1)[part]) < 1e-10
+
+
+def test_a_pass_in_another_mode_or_shape_is_recorded() -> None:
+    """Whether data are mixed may have changed, and a part alone is then another function."""
+    model, x, y = convolution(nn.BatchNorm1d(3))
+    network, observer, _ = network_of(model, x, y)
+    assert network.repeat.outline.mixing is not None
+    assert passes_of(model, lambda: observed(observer, x, y).differentiable) == 1  # the user's own
+    assert passes_of(model, lambda: observed(observer, x[:4], y[:4]).differentiable) == 2
+    model[1].eval()
+    later = observed(observer, x[:4], y[:4])
+    assert passes_of(model, lambda: later.differentiable) == 1
+    assert later.differentiable.outline.mixing is None
+
+
+def test_what_is_known_of_passes_holds_none_of_their_data() -> None:
+    model, x, y = convolution()
+    _, observer, _ = network_of(model, x, y)
+    fresh = x.clone()
+    seen = weakref.ref(fresh)
+    observed(observer, fresh, y).differentiable  # noqa: B018
+    del fresh
+    gc.collect()
+    assert seen() is None

@@ -81,9 +81,9 @@ def test_jacobian_products_keep_to_their_workspace() -> None:
     network = observation.passage
     assert isinstance(network, Network)
     directions = [{g.name: torch.randn(g.rows, g.columns)} for g in observer.theta]
-    push(network, directions, slice(None))  # the first is compared with two backward passes
-    little, small = peak_bytes(lambda: push(network, directions, slice(None), SMALL))
-    much, large = peak_bytes(lambda: push(network, directions, slice(None), LARGE))
+    push(network.repeat, directions, slice(None))  # the first is compared with two backward passes
+    little, small = peak_bytes(lambda: push(network.repeat, directions, slice(None), SMALL))
+    much, large = peak_bytes(lambda: push(network.repeat, directions, slice(None), LARGE))
     assert relative(small, large) < 1e-5
     assert little < 2 * SMALL + 4 * large.numel() * 3
     assert much > 4 * little
