@@ -21,7 +21,7 @@ from gaussnewton.passage import refuse_loose
 from gaussnewton.progress import Progress
 from gaussnewton.proposal import Shift
 from gaussnewton.running import blocks_of, careful_inverse, store, stored
-from gaussnewton.scarcity import batches_wanted
+from gaussnewton.scarcity import batches_to_agree, batches_wanted
 from gaussnewton.settings import Refresh
 
 
@@ -54,7 +54,8 @@ class CurvedOptimizer(GuardedOptimizer):
                 refuse_loose(observation.passage)
         theta = self._observer.theta
         try:
-            wanted = batches_wanted(observations, self._limit)
+            enough = batches_wanted(observations, self._limit)
+            wanted = max(enough, batches_to_agree(progress.spread))
             memory = self.refresh.memory(progress.t, wanted)
             for name, fresh in blocks_of(observations, self._chosen_estimator(observations[0])):
                 store(self._layer_state(name), theta[name], fresh, memory)

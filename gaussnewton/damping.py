@@ -25,8 +25,11 @@ NEARLY = 0.9
 """The share of the best first step's fall in loss with which another is nearly as good."""
 
 QUIET, NOISY, LOST = 0.005, 0.15, 0.5
-"""Shares of the loss that the averaged parameters save: below the first τ may fall, above the
-second it rises, above the third the averaged parameters are the place to go on from."""
+"""Shares of the loss that the averaged parameters save: below the first nothing is noisy, above the
+second τ rises, above the third the averaged parameters are the place to go on from."""
+
+LAGGING = -0.003
+"""As much of the loss the averaged parameters lack at least where steps lead somewhere."""
 
 CLEAR = -0.1
 """As much of the loss the averaged parameters lack where steps clearly lead somewhere."""
@@ -122,13 +125,23 @@ def adapt_tau(rho: float, progress: Progress, settings: Damping) -> None:
     """Levenberg and Marquardt's rule: τ falls where the quadratic model is good, else it rises.
 
     It rises too where the steps are too long for the noise of the batches, however good the
-    model is on the batch that it was fitted to.
+    model is on the batch that it was fitted to, and does not fall where they lead nowhere.
     """
     omega = settings.decay ** settings.interval(progress.t)
     if progress.noise > NOISY or rho < settings.raise_below:
         _set_tau(progress.tau / omega, progress, settings)
-    elif rho > settings.lower_above and progress.noise < QUIET:
+    elif rho > settings.lower_above and _may_fall(progress, settings):
         _set_tau(progress.tau * omega, progress, settings)
+
+
+def _may_fall(progress: Progress, settings: Damping) -> bool:
+    """Whether less damping can do any good: where the averaged parameters lag behind.
+
+    Steps that get shorter with τ have an ever better ρ, and ever less noise. Where batches are all
+    alike, little noise will do.
+    """
+    alike = not settings.anneal or progress.surprise < ALIKE
+    return progress.noise < (QUIET if alike else LAGGING)
 
 
 def note_noise(saved: float, progress: Progress, settings: Damping) -> bool:

@@ -16,7 +16,13 @@ from gaussnewton.quadratic import gauss_newton_gram, looked_at
 from gaussnewton.settings import StepSize
 
 MEMORY = 0.7
-"""Of the running geometric mean of dᵀ Ḡ d / dᵀ C̃ d, by look."""
+"""Of the running geometric mean of dᵀ Ḡ d / dᵀ C̃ d, by look, and of how far off it was."""
+
+WIDE = 0.6
+"""Where looks are off by more than this, as a logarithm, a mean of them says little of the next."""
+
+MUCH = 3.0
+"""None counts for more than this, so that one odd batch is soon forgotten."""
 
 
 def looks_at(observations: Sequence[Observation], settings: StepSize) -> list[Gram]:
@@ -34,6 +40,12 @@ def looks_at(observations: Sequence[Observation], settings: StepSize) -> list[Gr
     ]
 
 
+def look_is_due(settings: StepSize, progress: Progress) -> bool:
+    """Whether it is time for another look: at every update where batches say different things."""
+    interval = 1 if progress.spread > WIDE else settings.interval(progress.t)
+    return progress.t - progress.looked >= interval
+
+
 def expecting(
     looks: Sequence[Gram], of_blocks: Callable[[Matrices], Tensor], due: bool, progress: Progress
 ) -> list[Gram]:
@@ -49,7 +61,7 @@ def expecting(
         due: whether to look in any case.
         progress: where the ratio is kept.
     """
-    past = progress.bend
+    past, spread = progress.bend, progress.spread
 
     def expected(layers: Matrices | None, others: Matrices | None) -> Tensor:
         assert layers is None
@@ -61,7 +73,10 @@ def expecting(
         found = look(layers, others)
         ratio = float(found.squeeze() / of_blocks(others))
         if 0 < ratio < math.inf:  # of several looks the last one is believed
+            off = min(abs(math.log(ratio / past)), MUCH) if past else spread
             progress.bend = (past or ratio) ** MEMORY * ratio ** (1 - MEMORY)
+            progress.spread = MEMORY * spread + (1 - MEMORY) * off
+        progress.looked = progress.t
         return found
 
     known = past > 0 and not due

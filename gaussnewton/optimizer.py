@@ -19,7 +19,7 @@ from gaussnewton.estimators import BlockHessian, Estimator, estimator_of
 from gaussnewton.estimators.base import check_largest
 from gaussnewton.gradients import Gradient
 from gaussnewton.gram import widened
-from gaussnewton.looking import expecting, looks_at
+from gaussnewton.looking import expecting, look_is_due, looks_at
 from gaussnewton.matrices import Matrices, dot, inner
 from gaussnewton.network import Network
 from gaussnewton.observer import Observation
@@ -233,9 +233,7 @@ class GaussNewton(CurvedOptimizer):
             ]
             return -torch.stack(terms).sum()
 
-        # Where layers are calibrated, the first update after that is the first to look.
-        since = progress.age - (1 if scales else 0)
-        due = since % self.step_size.interval(progress.t) == 0 or self._rho_is_due(progress)
+        due = look_is_due(self.step_size, progress) or self._rho_is_due(progress)
         return expecting(looks, of_blocks, due, progress)
 
     def _known_scales(self) -> dict[str, Tensor]:

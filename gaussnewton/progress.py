@@ -30,6 +30,8 @@ class Progress:
             nothing is known of them.
         promise: what steps were to gain of late, a running mean.
         bend: dᵀ Ḡ d of directions in units of dᵀ C̃ d, a running mean over looks; zero before.
+        spread: how far looks are off that mean, as a logarithm, a running mean.
+        looked: the update of the last look.
         last_after: f after the last step, on its own batch, if it was looked at.
         greatest_loss: the greatest |f| so far, on which rounding is measured.
         last_loss: f before the last step.
@@ -52,6 +54,8 @@ class Progress:
     surprise: float = math.inf
     promise: float = 0.0
     bend: float = 0.0
+    spread: float = 0.0
+    looked: int = 0
     last_after: float | None = None
     greatest_loss: float = 0.0
     last_loss: float = 0.0

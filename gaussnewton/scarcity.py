@@ -1,4 +1,4 @@
-"""Whether a batch has data enough for the curvature of wide layers."""
+"""How many batches it takes to know their curvature: one, or more where that says little."""
 
 from __future__ import annotations
 
@@ -13,6 +13,27 @@ from gaussnewton.tiles import tile_size
 
 TOLERATED = 1.5
 """A batch has data enough for up to so many inputs to each datum."""
+
+
+STEADY = 0.25
+"""Mean curvature is known well enough if it is off by no more than this, as a logarithm."""
+
+
+def batches_to_agree(spread: float) -> float:
+    """How many batches have a steady mean curvature, if single ones are off it by a spread.
+
+    A few data can have thousands of times the curvature of others. A batch that has one of them
+    and a batch that has none say different things.
+
+    Args:
+        spread: as a logarithm; see :class:`~gaussnewton.progress.Progress`.
+
+    Example:
+        >>> from gaussnewton.scarcity import batches_to_agree
+        >>> batches_to_agree(1.0)
+        16.0
+    """
+    return (spread / STEADY) ** 2
 
 
 def batches_wanted(observations: Sequence[Observation], largest: int | None) -> float:

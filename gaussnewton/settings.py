@@ -100,8 +100,8 @@ class StepSize:
         ask: the most updates between two looks at the quadratic model's curvature along the
             direction, each of which takes a product with the Jacobian. In between it is taken to
             be as many times what the blocks have there as it was at the last looks. There is one
-            too at the first direction after an estimate of curvature or a change of γ, where ρ is
-            looked at, and where a step would promise far more than others did of late. 1 looks
+            too after a change of γ, where ρ is looked at, and where a step would promise far more
+            than others did of late; at every update where batches differ much. 1 looks
             always, as do ``momentum``, a search for γ and learning rates that differ.
         growth: there are so many updates between two looks for each update so far: 0.1 is 2 from
             update 20 on.
@@ -145,8 +145,9 @@ class Refresh:
             curvature has not changed, and damping by a factor of 1.5 at most, nothing is.
         early: so many updates at the start have fresh curvature each: it changes fastest there.
         decay: the weight of the past in the running averages of Q and G, to the power of the
-            updates between two estimates in units of ``curvature``; by itself where a batch has
-            few data for the width of the layers. 0 takes the latest only.
+            updates between two estimates in units of ``curvature``. 0 takes the latest only.
+        longest: that weight is up to this where one batch says little: where it has few data for
+            the width of the layers, or where batches differ much in their curvature.
         average: β of the averaged parameters (appendix B.4). Nearer to 1 they are smoother, and
             lag more behind. The paper has 0.95.
         last: later they are the mean over about this share of all updates so far. 0 keeps to
@@ -158,12 +159,13 @@ class Refresh:
     inverse: int = 5
     early: int = 10
     decay: float = 0.8
+    longest: float = 0.95
     average: float = 0.9
     last: float = 0.1
 
     def __post_init__(self) -> None:
         _check_counts(self, "curvature", "inverse")
-        _check_memories(self, "decay", "average")
+        _check_memories(self, "decay", "longest", "average")
 
     def interval(self, t: int) -> int:
         """Updates between two estimates at update t."""
@@ -175,8 +177,8 @@ class Refresh:
         """The weight of earlier estimates at update t: they age with updates.
 
         Where estimates are more frequent than ``curvature`` says, they age with estimates, and
-        they do where a batch by itself has not data enough: a running mean with memory β has those
-        of (1 + β) / (1 − β) batches.
+        they do where a batch by itself says little: a running mean with memory β has the data of
+        (1 + β) / (1 − β) batches.
 
         Args:
             t: the number of the update.
@@ -184,7 +186,7 @@ class Refresh:
         """
         aged = self.decay ** max(self.interval(t) / self.curvature, 1.0)
         enough = (wanted - 1) / (wanted + 1)
-        return max(aged, min(enough, self.decay))
+        return max(aged, min(enough, self.longest)) if self.decay else 0.0
 
     def many_solves(self, t: int) -> bool:
         """Whether inverses made at update t serve so often that writing them out pays off.
@@ -233,7 +235,9 @@ PAPER: dict[str, Any] = {
         gamma="search", growth=0.0, lower_above=0.75, raise_below=0.75, anneal=False
     ),
     "step_size": StepSize(momentum=False, calibrate=False, smooth=0.0, share=1.0, ask=1, part=1.0),
-    "refresh": Refresh(curvature=1, growth=0.0, inverse=1, decay=0.9, average=0.95, last=0.0),
+    "refresh": Refresh(
+        curvature=1, growth=0.0, inverse=1, decay=0.9, longest=0.0, average=0.95, last=0.0
+    ),
     "guard": Guard(refuse=False),
     "largest": None,
 }

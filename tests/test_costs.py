@@ -144,7 +144,7 @@ def test_estimates_grow_rarer_with_time(monkeypatch: pytest.MonkeyPatch) -> None
 def test_estimates_age_with_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Written out: Q of estimates that grow rarer, each kept for as many updates."""
     net, x, y = problem()
-    refresh = gn.Refresh(early=2, curvature=2, growth=0.5, decay=0.8)
+    refresh = gn.Refresh(early=2, curvature=2, growth=0.5, decay=0.8, longest=0.0)
     optimizer = gn.GaussNewton(net, nn.MSELoss(), curvature="kfra", refresh=refresh)
     estimates: list[dict[str, Tensor]] = []
     before = module.blocks_of
@@ -167,11 +167,28 @@ def test_estimates_age_with_updates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("t", "wanted", "memory"),
-    [(50, 0.0, 0.8), (400, 0.0, 0.8**4), (400, 1.0, 0.8**4), (400, 5.0, 4 / 6), (400, 50.0, 0.8)],
+    [(50, 0.0, 0.8), (400, 0.0, 0.8**4), (400, 1.0, 0.8**4), (400, 5.0, 4 / 6), (400, 50.0, 0.95)],
 )
 def test_few_data_are_remembered_for_longer(t: int, wanted: float, memory: float) -> None:
     """With 5 batches wanted the running mean has those of (1 + 4/6) / (1 − 4/6) = 5."""
     assert gn.Refresh().memory(t, wanted) == pytest.approx(memory)
+    assert gn.Refresh(decay=0.0).memory(t, wanted) == 0.0  # the latest only, whatever it says
+    assert gn.Refresh(longest=0.0).memory(t, wanted) == gn.Refresh().memory(t)
+
+
+@pytest.mark.parametrize(("spread", "memory"), [(0.0, 0.8), (1.0, 15 / 17)])
+def test_curvature_that_differs_between_batches_is_remembered_for_longer(
+    spread: float, memory: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 batches whose logarithms are off by 1 have a mean that is off by a quarter."""
+    net, (x, y) = network([4, 5, 3]), (torch.randn(30, 4).double(), torch.randn(30, 3).double())
+    optimizer = gn.GaussNewton(net, nn.MSELoss(), refresh=gn.Refresh(curvature=2, growth=0.0))
+    fit(optimizer, x, y, 3)
+    optimizer.param_groups[0]["progress"]["spread"] = spread
+    kept = []
+    monkeypatch.setattr("gaussnewton.curved.store", lambda *arguments: kept.append(arguments[-1]))
+    fit(optimizer, x, y, 1)
+    assert kept == pytest.approx([memory] * 2)
 
 
 @pytest.mark.parametrize("data", [2, 200])
@@ -185,7 +202,8 @@ def test_the_optimiser_knows_whether_data_are_few(
     monkeypatch.setattr(module, "store", lambda *a: (seen.append(a[3]), before(*a)))
     refresh = gn.Refresh(early=1, curvature=1, growth=0.5)
     fit(gn.GaussNewton(net, nn.MSELoss(), refresh=refresh), x, y, 30)
-    assert seen[-1] == pytest.approx(0.8 if data == 2 else 0.8**10)
+    wanted = 61 / (1.5 * 2)
+    assert seen[-1] == pytest.approx((wanted - 1) / (wanted + 1) if data == 2 else 0.8**10)
 
 
 def test_nothing_is_inverted_where_nothing_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,3 +300,24 @@ def test_averages_reach_back_over_the_last_updates() -> None:
         mean = now if mean is None else beta * mean + (1 - beta) * now
     found = optimizer.averaged_parameters()["layers.0.weight"]
     assert relative(found, mean) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("rho", "noise", "surprise", "anneal", "change"),
+    [
+        (0.9, -0.01, 1.0, True, 0.95**5),  # the averaged parameters lag behind
+        (0.9, 0.0, 1.0, True, 1.0),  # steps lead nowhere, however good the model is
+        (0.9, 0.0, 0.1, True, 0.95**5),  # batches are alike: there is no noise to lead astray
+        (0.9, 0.01, 0.1, True, 1.0),
+        (0.9, 0.0, math.inf, False, 0.95**5),  # nothing is known of noise
+        (0.5, -0.01, 1.0, True, 1.0),
+        (0.1, -0.01, 1.0, True, 0.95**-5),
+        (0.9, 0.2, 1.0, True, 0.95**-5),
+    ],
+)
+def test_when_tau_falls_and_rises(
+    rho: float, noise: float, surprise: float, anneal: bool, change: float
+) -> None:
+    progress = Progress(t=1, tau=0.2, gamma=0.2, first_tau=1.0, noise=noise, surprise=surprise)
+    rules.adapt_tau(rho, progress, gn.Damping(anneal=anneal, decay=0.95, tau_interval=5))
+    assert progress.tau == progress.gamma == pytest.approx(0.2 * change)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import gaussnewton as gn
-from gaussnewton.looking import expecting
+from gaussnewton.looking import expecting, look_is_due
 from gaussnewton.progress import Progress
 from gaussnewton.proposal import Gram, plain
 from gaussnewton.quadratic import gauss_newton_gram
@@ -56,8 +57,7 @@ def test_without_a_look_curvature_is_as_many_times_that_of_the_blocks(calibrate:
     if calibrate:
         for group, s in zip(gn.Theta(net), logs, strict=True):
             optimizer._layer_state(group.name)["log_scale"] = s
-    else:
-        optimizer.param_groups[0]["progress"]["bend"] = 0.0  # the first to be looked at is next
+    optimizer.param_groups[0]["progress"]["bend"] = 0.0  # the first to be looked at is next
     damped = torch.block_diag(*blocks) + tau * torch.eye(len(S)).double()
     ratio = None
     for _ in range(3):
@@ -147,15 +147,31 @@ def test_no_more_first_dampings_are_tried_than_needed(
 def test_looks_grow_rarer_with_time(monkeypatch: pytest.MonkeyPatch) -> None:
     step_size = gn.StepSize(ask=3, growth=0.2)
     assert [step_size.interval(t) for t in (1, 9, 10, 15, 100)] == [1, 1, 2, 3, 3]
+    monkeypatch.setattr("gaussnewton.looking.WIDE", math.inf)
     found = looks(monkeypatch, 20, ask=3, growth=0.2)
-    # Layers are calibrated at 1, 2, 8, 14 and 20; looks are counted from the update after that.
-    assert found == [1] * 9 + [0, 1, 0, 1] + [1, 1, 0, 0, 1, 0, 1]
+    # Layers are calibrated at 1, 2, 8, 14 and 20, which takes products too, and is no look.
+    assert found == [1] * 9 + [0, 1, 0, 1] + [1, 0, 1, 0, 0, 1, 1]
 
 
 def test_looks_where_rho_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gaussnewton.looking.WIDE", math.inf)
     damping = gn.Damping(tau_interval=5, growth=0.0)
     found = looks(monkeypatch, 20, ask=3, growth=0.2, damping=damping)
-    assert found == [1] * 9 + [1, 1, 0, 1] + [1, 1, 0, 0, 1, 0, 1]
+    assert found == [1] * 9 + [1, 0, 1, 0] + [1, 1, 0, 0, 1, 0, 1]
+
+
+def test_looks_always_where_batches_say_different_things(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gaussnewton.looking.WIDE", 0.0)
+    assert looks(monkeypatch, 20, ask=3, growth=0.2) == [1] * 20
+
+
+@pytest.mark.parametrize(
+    ("spread", "looked", "due"),
+    [(0.0, 99, False), (0.0, 95, True), (0.7, 99, True), (0.5, 99, False)],
+)
+def test_when_a_look_is_due(spread: float, looked: int, due: bool) -> None:
+    progress = Progress(t=100, spread=spread, looked=looked)
+    assert look_is_due(gn.StepSize(ask=5, growth=0.1), progress) == due
 
 
 def test_a_change_of_gamma_takes_a_look() -> None:
@@ -201,6 +217,8 @@ def test_the_last_look_is_the_one_to_be_kept(believed: float, asked: list[str]) 
     assert float(proposal.coefficients) == pytest.approx(1 / M)
     expected = 0.005 if not asked else 0.005**0.7 * (M / 0.5) ** 0.3
     assert progress.bend == pytest.approx(expected)
+    off = abs(math.log(M / 0.5 / 0.005)) if asked else 0.0
+    assert progress.spread == pytest.approx(0.3 * min(off, 3.0))
 
 
 def test_always_looks_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:

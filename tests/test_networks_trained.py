@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -146,8 +147,9 @@ def test_products_of_an_update_are_few_however_many_layers_there_are(
 
 
 @pytest.mark.parametrize("layers", [0, 8])
-def test_between_two_looks_a_network_is_not_run_again(layers: int) -> None:
+def test_between_two_looks_a_network_is_not_run_again(monkeypatch, layers: int) -> None:
     """Whether its layers are calibrated or, being too many, are not."""
+    monkeypatch.setattr("gaussnewton.looking.WIDE", math.inf)
     model, (x, y) = residual(20)
     criterion, passes = nn.CrossEntropyLoss(), [0]
     model.register_forward_pre_hook(lambda *_: passes.__setitem__(-1, passes[-1] + 1))
