@@ -7,7 +7,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from race.defaults import KEY
+from race.defaults import KEY, fingerprint
 from race.halving import QUARTER
 from race.settings import MEMORIES, OURS, RUNNERS, setting_text
 from race.standing import BARS, PEERS, Runs, Standing, Target, standing, targets_of, verdict
@@ -117,14 +117,21 @@ def seeds_table(problem: str, runs: Runs) -> str:
     return _table(rows, header)
 
 
-def mixed_text(runs: Runs) -> str:
-    """A warning where seeds of ours raced with different settings."""
+def mixed_text(runs: Runs, present: str) -> str:
+    """A warning where seeds of ours raced with different settings, or with others than now.
+
+    Args:
+        runs: of one problem.
+        present: the fingerprint of the settings of now.
+    """
     by_settings: dict[str, list[str]] = {}
     for seed, line in sorted(runs.get(OURS, {}).items()):
         key = (line.get("versions") or {}).get(KEY, "others, not noted")
         by_settings.setdefault(key, []).append(str(seed))
-    if len(by_settings) < 2:
+    if by_settings.keys() <= {present}:
         return ""
+    if len(by_settings) == 1:
+        return f"**Raced with earlier defaults of gn.GaussNewton** ({next(iter(by_settings))})."
     each = "; ".join(f"{key}: seeds {', '.join(seeds)}" for key, seeds in by_settings.items())
     return f"**Medians mix several defaults of gn.GaussNewton** ({each})."
 
@@ -226,7 +233,7 @@ def report(problems: dict[str, Runs], asked: list[dict[str, Any]], versions: dic
             if target.origin
         ]
         parts += [f"## {task.title}", " ".join([text, *origins]), problem_table(name, runs)]
-        parts += [mixed_text(runs), "Seed by seed:", seeds_table(name, runs)]
+        parts += [mixed_text(runs, fingerprint()), "Seed by seed:", seeds_table(name, runs)]
     parts += ["## The grids", grids_table(problems, asked)]
     parts = [part for part in parts if part]
     return "\n\n".join(parts) + "\n"

@@ -132,11 +132,15 @@ def test_each_seed_by_itself():
 
 
 def test_medians_over_different_defaults_are_said_to_be_that():
-    runs = runs_of("mnist", default=[(0.5, 10)] * 3)
-    assert mixed_text(runs) == ""
+    runs, now = runs_of("mnist", default=[(0.5, 10)] * 3), "4e5f6071"
+    assert "earlier defaults" in mixed_text(runs, now)
+    assert "not noted" in mixed_text(runs, now)
     runs["default"][1]["versions"] = {KEY: "0a1b2c3d"}
-    assert "0a1b2c3d: seeds 1" in mixed_text(runs)
-    assert "not noted: seeds 0, 2" in mixed_text(runs)
+    assert "0a1b2c3d: seeds 1" in mixed_text(runs, now)
+    assert "not noted: seeds 0, 2" in mixed_text(runs, now)
+    for seed in range(3):
+        runs["default"][seed]["versions"] = {KEY: now}
+    assert mixed_text(runs, now) == ""
 
 
 def test_the_figure_shows_all_seeds():
