@@ -157,7 +157,7 @@ def test_groups_of_corrected_blocks_are_made_of_stacked_numbers() -> None:
     assert {key: part.shape[0] for key, part in numbers.items()} == dict.fromkeys(
         ("Q", "G", "U_Q", "U_G", "values"), 2
     )
-    assert torch.equal(block.with_numbers(numbers).dense(), block.dense())
+    torch.testing.assert_close(block.with_numbers(numbers).dense(), block.dense())
     assert block.kind == "Kronecker, corrected eigenvalues, 2 groups"
     average = block.average(GroupedBlock((eigen(2), eigen(2))), 1.0)
     torch.testing.assert_close(average.dense(), block.dense())
