@@ -97,8 +97,6 @@ class Again:
         try:
             with self.began(), torch.no_grad(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "`torch.jit.script`")  # by torch.func itself
-                if len(directions) == 1:  # a batch of one only costs the batching
-                    return moved({key: t[0] for key, t in tangents.items()}).unsqueeze(0)
                 result: Tensor = torch.func.vmap(moved, randomness="same")(tangents)
         except (RuntimeError, NotImplementedError):  # no rule, or not allowed in a transformation
             return None
@@ -107,19 +105,25 @@ class Again:
 
 @dataclass(frozen=True)
 class Outline:
-    """What products with a network's Jacobian need to know of it; passes alike have it in common.
+    """What products with a network's Jacobian need to know of it.
 
     Attributes:
         theta: the parameters.
         data: rows of the outputs.
-        entries: numbers that the recorded calls return, for each of these rows.
-        mixing: a layer behind which the data of a batch are mixed, if there is one.
+        entries: numbers that the recorded calls return, for each of these rows, about.
+        apart: whether a part of the data is known to be the same function without the others.
     """
 
     theta: Theta
     data: int
     entries: int
-    mixing: str | None
+    apart: bool
+
+    def bytes_of(self, count: int) -> int:
+        """About how many bytes some tangents of one row take."""
+        sizes = [p.element_size() for group in self.theta for p in group.parameters.values()]
+        # What a layer returns is there before and after the function behind it, and moved.
+        return 2 * (count + 1) * self.entries * max(4, *sizes)
 
 
 @dataclass(frozen=True)

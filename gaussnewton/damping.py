@@ -31,6 +31,9 @@ second τ rises, above the third the averaged parameters are the place to go on 
 LAGGING = -0.003
 """As much of the loss the averaged parameters lack at least where steps lead somewhere."""
 
+MOSTLY = 0.5
+"""Where more of the quadratic model's curvature than this is damping, that makes steps short."""
+
 CLEAR = -0.1
 """As much of the loss the averaged parameters lack where steps clearly lead somewhere."""
 
@@ -121,27 +124,33 @@ def start(tau: float, progress: Progress) -> None:
     progress.bend = 0.0  # it was found with another γ
 
 
-def adapt_tau(rho: float, progress: Progress, settings: Damping) -> None:
+def adapt_tau(rho: float, damped: float, progress: Progress, settings: Damping) -> None:
     """Levenberg and Marquardt's rule: τ falls where the quadratic model is good, else it rises.
 
     It rises too where the steps are too long for the noise of the batches, however good the
     model is on the batch that it was fitted to, and does not fall where they lead nowhere.
+
+    Args:
+        rho: ρ, what a step changed in units of what it was to change.
+        damped: how much of the model's curvature along the step is damping.
+        progress: where τ is.
+        settings: what is set about it.
     """
     omega = settings.decay ** settings.interval(progress.t)
     if progress.noise > NOISY or rho < settings.raise_below:
         _set_tau(progress.tau / omega, progress, settings)
-    elif rho > settings.lower_above and _may_fall(progress, settings):
+    elif rho > settings.lower_above and _may_fall(damped, progress, settings):
         _set_tau(progress.tau * omega, progress, settings)
 
 
-def _may_fall(progress: Progress, settings: Damping) -> bool:
+def _may_fall(damped: float, progress: Progress, settings: Damping) -> bool:
     """Whether less damping can do any good: where the averaged parameters lag behind.
 
     Steps that get shorter with τ have an ever better ρ, and ever less noise. Where batches are all
-    alike, little noise will do.
+    alike, little noise will do, and where it is damping that makes steps short.
     """
-    alike = not settings.anneal or progress.surprise < ALIKE
-    return progress.noise < (QUIET if alike else LAGGING)
+    lenient = not settings.anneal or progress.surprise < ALIKE or damped > MOSTLY
+    return progress.noise < (QUIET if lenient else LAGGING)
 
 
 def note_noise(saved: float, progress: Progress, settings: Damping) -> bool:

@@ -158,9 +158,13 @@ class Network:
     def repeat(self) -> Repeat:
         """The pass, to be run once more for products with its Jacobian."""
         assert self.again is not None  # set by whoever wants products
-        record = self.record
-        entries = sum(call.shape.numel() for call in record.calls) // record.data
-        return Repeat(self.again, Outline(record.theta, record.data, entries, self.mixing))
+        theta, apart = self.record.theta, self.mixing is None
+        return Repeat(self.again, Outline(theta, self.record.data, self.entries, apart))
+
+    @property
+    def entries(self) -> int:
+        """How many numbers the recorded calls return, for each row of the outputs."""
+        return sum(call.shape.numel() for call in self.record.calls) // self.record.data
 
     def refuse_mixed(self, method: str) -> None:
         """Raise where the data of the batch are mixed."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from gaussnewton.again import Again, ForwardMode, Outline, Repeat
@@ -27,7 +27,7 @@ from gaussnewton.hooks import Hook
 from gaussnewton.losses import geometry_of
 from gaussnewton.losses.inside import InnerLoss, LossWatch
 from gaussnewton.model_state import unchanged
-from gaussnewton.network import Network
+from gaussnewton.network import WORKSPACE, Network
 from gaussnewton.parameters import Theta
 from gaussnewton.passage import Passage, passage_of
 from gaussnewton.passes import ForwardPass, Source, Start, chosen, flat, precision_of
@@ -67,11 +67,10 @@ class Observation:
         return self.layers
 
     @property
-    def differentiable(self) -> Chain | Repeat:
-        """What products with its Jacobian need: not its layers, if a pass like it is known."""
-        if self.layers is None and (known := self._watching.repeat(self)) is not None:
-            return known
-        return self.passage if isinstance(self.passage, Chain) else self.passage.repeat
+    def as_a_whole(self) -> Passage | Repeat:
+        """What products with the Jacobian of all of its data need: its layers only in a chain."""
+        known = self._watching.repeat(self) if self.layers is None else None
+        return self.passage if known is None else known
 
     @property
     def _watching(self) -> Observer:
@@ -111,7 +110,7 @@ class Observer(Tape):
         self._current: ForwardPass | None = None
         self._paused = False
         self._forward_mode = ForwardMode()
-        self._known: tuple[Any, Outline] | None = None
+        self._entries: int | None = None
         self.attach()
         weakref.finalize(self, _remove, self._handles)
 
@@ -122,7 +121,7 @@ class Observer(Tape):
         self._layers = recorded_layers(original(self.model), self.theta)
         self._compiled = is_compiled(self.model)
         self._trained = self._trained_now()
-        self._known = None
+        self._entries = None
         if not self._compiled:
             self._hook_layers(traced=False)
         if self.criterion is not None:
@@ -179,24 +178,20 @@ class Observer(Tape):
                 criterion(*self._arguments_again(observation, self.model))
             passage = passage_of(tape.record, self._again(observation))
         if isinstance(passage, Network):
-            self._known = (self._kind(observation), passage.repeat.outline)
+            self._entries = passage.entries
         return passage
 
     def repeat(self, observation: Observation) -> Repeat | None:
-        """A pass that is like the last one whose layers were looked at; None where it is not.
+        """A pass of a network as a whole, of whose layers nothing is known; None before the first.
 
-        The same model in the same mode on inputs of the same shapes. Nothing is run for it.
+        Without them a part of the data cannot be told to be the same function by itself, so it is
+        for products with all of the data, where these are not too many.
         """
-        if self._known is None or self._known[0] != self._kind(observation):
+        if self._entries is None:
             return None
-        return Repeat(self._again(observation), self._known[1])
-
-    def _kind(self, observation: Observation) -> tuple[Any, ...]:
-        """What passes that are alike have in common."""
-        given, structure = tree_flatten((observation.start.args, observation.start.kwargs))
-        modes = [module.training for module in self.model.modules()]
-        outputs = observation.record.outputs
-        return [_likeness(a) for a in given], structure, modes, _likeness(outputs)
+        outline = Outline(self.theta, observation.record.data, self._entries, apart=False)
+        few = outline.data * outline.bytes_of(1) <= WORKSPACE
+        return Repeat(self._again(observation), outline) if few else None
 
     def _again(self, observation: Observation) -> Again:
         return Again(
@@ -407,14 +402,6 @@ class Observer(Tape):
 def _remove(handles: list[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def _likeness(argument: Any) -> Any:
-    """What of an argument may decide which way a model takes, numbers of tensors aside."""
-    if isinstance(argument, Tensor):
-        return argument.shape, argument.dtype
-    plain = isinstance(argument, (bool, int, float, str))
-    return argument if plain else type(argument)
 
 
 def _is_whole(observation: Observation) -> bool:

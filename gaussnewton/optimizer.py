@@ -353,7 +353,7 @@ class GaussNewton(CurvedOptimizer):
             progress.last_after = float(before + actual)
             kept = not self.guard.refuse or rho >= -self.guard.tolerance
             if kept:
-                rules.adapt_tau(rho, progress, self.damping)
+                rules.adapt_tau(rho, float(proposal.damped), progress, self.damping)
             else:
                 self._restore(start)
         else:

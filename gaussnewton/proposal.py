@@ -31,6 +31,7 @@ class Proposal:
         coefficients: of the direction, and of the last update if there is momentum.
         scales: the logarithm of each layer's scale, if layers are calibrated.
         gram: where the model's curvature is from.
+        damped: how much of the model's curvature along the direction is damping.
     """
 
     update: Matrices
@@ -38,6 +39,7 @@ class Proposal:
     coefficients: Tensor
     scales: dict[str, Tensor]
     gram: Gram
+    damped: Tensor
 
     def predicted(self, lr: float = 1.0) -> Tensor:
         """f̂ − f at a multiple of the step."""
@@ -74,7 +76,7 @@ def plain(
         c = share * model.minimum(most)
         if not float(model.change(c)) < -believed:
             break
-    return Proposal(combine(c, spans), model, c, {}, gram)
+    return Proposal(combine(c, spans), model, c, {}, gram, damped[0, 0] / model.M[0, 0])
 
 
 def calibrated(
@@ -119,7 +121,8 @@ def calibrated(
         M = gram(direction, others) + damped
         own = own_scales(M.diagonal()[:count], b[:count], favour)
         scales = torch.stack([blend(name, s) for name, s in zip(names, own, strict=True)])
-        model = Quadratic(M, b).project(_basis(scales, len(spans)))
+        basis = _basis(scales, len(spans))
+        model = Quadratic(M, b).project(basis)
         c = share * model.minimum(most)
         if not float(model.change(c)) < -believed:
             break
@@ -131,7 +134,8 @@ def calibrated(
         )
         for name, length in lengths.items()
     }
-    return Proposal(update, model, c, dict(zip(names, scales, strict=True)), gram)
+    held = basis[:, 0] @ damped @ basis[:, 0] / model.M[0, 0]
+    return Proposal(update, model, c, dict(zip(names, scales, strict=True)), gram, held)
 
 
 def _basis(scales: Float[Tensor, " layers"], spans: int) -> Float[Tensor, "spans bases"]:

@@ -95,7 +95,8 @@ def gauss_newton_gram(
         record = observation.record
         taken = looked_at(record.data, part, least)
         where = slice(0, taken)
-        J = jacobian_products(observation.differentiable, layers, others, where)
+        looked_through = observation.as_a_whole if taken == record.data else observation.passage
+        J = jacobian_products(looked_through, layers, others, where)
         HJ = record.geometry.hessian(*record.wide).select(where).product(J)
         gram = (J.flatten(1) @ HJ.flatten(1).T).double()
         assert observation.factor is not None

@@ -42,11 +42,12 @@ class Damping:
             times ``tau_interval`` at most: 0.1 is 10 at update 100. 0 keeps to ``tau_interval``.
         gamma_interval: T_γ.
         decay: ω_τ is this to the power of T_τ, and ω_γ to the power of T_γ.
-        lower_above: τ falls where ρ is above this.
+        lower_above: τ falls where ρ is above this; with ``anneal`` only where that can do any good.
         raise_below: τ rises where ρ is below this. The paper has 0.75 for both.
         anneal: raise τ also where the averaged parameters do better on fresh batches than the
-            present ones, and go back to them if they do far better. Without it, small batches
-            are fitted ever more closely one by one. It costs a forward pass at
+            present ones, and go back to them if they do far better; lower it only where they lag
+            behind, batches are alike or damping is what makes steps short. Without it, small
+            batches are fitted ever more closely one by one. It costs a forward pass at
             each look at ρ.
         bounds: the least and greatest τ and γ, as multiples of the first τ.
     """
@@ -147,7 +148,9 @@ class Refresh:
         decay: the weight of the past in the running averages of Q and G, to the power of the
             updates between two estimates in units of ``curvature``. 0 takes the latest only.
         longest: that weight is up to this where one batch says little: where it has few data for
-            the width of the layers, or where batches differ much in their curvature.
+            the width of the layers, or where batches differ much in their curvature, as far as
+            looks tell that are not at every update (``StepSize.ask``). None is the fourth root
+            of ``decay``.
         average: β of the averaged parameters (appendix B.4). Nearer to 1 they are smoother, and
             lag more behind. The paper has 0.95.
         last: later they are the mean over about this share of all updates so far. 0 keeps to
@@ -159,13 +162,13 @@ class Refresh:
     inverse: int = 5
     early: int = 10
     decay: float = 0.8
-    longest: float = 0.95
+    longest: float | None = None
     average: float = 0.9
     last: float = 0.1
 
     def __post_init__(self) -> None:
         _check_counts(self, "curvature", "inverse")
-        _check_memories(self, "decay", "longest", "average")
+        _check_memories(self, "decay", "average", *(["longest"] if self.longest else []))
 
     def interval(self, t: int) -> int:
         """Updates between two estimates at update t."""
@@ -186,7 +189,8 @@ class Refresh:
         """
         aged = self.decay ** max(self.interval(t) / self.curvature, 1.0)
         enough = (wanted - 1) / (wanted + 1)
-        return max(aged, min(enough, self.longest)) if self.decay else 0.0
+        most = self.decay**0.25 if self.longest is None else self.longest
+        return max(aged, min(enough, most))
 
     def many_solves(self, t: int) -> bool:
         """Whether inverses made at update t serve so often that writing them out pays off.

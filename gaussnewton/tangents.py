@@ -42,12 +42,9 @@ def push(
 def _pieces(network: Repeat, part: slice, workspace: int, count: int) -> list[slice]:
     """The data in parts whose tangents fit, where a part of them can be evaluated alone."""
     start, stop, step = part.indices(network.outline.data)
-    if network.again.draws or step != 1 or network.outline.mixing is not None:
+    if network.again.draws or step != 1 or not network.outline.apart:
         return [part]
-    size = max(4, next(network.again.model.parameters()).element_size())
-    # What a layer returns is there before and after the function behind it, and moved.
-    each = 2 * (count + 1) * network.outline.entries * size
-    fit = max(1, workspace // max(1, each))
+    fit = max(1, workspace // max(1, network.outline.bytes_of(count)))
     return [slice(i, min(i + fit, stop)) for i in range(start, stop, fit)] or [part]
 
 
@@ -57,7 +54,7 @@ def _tangents(
     """By forward mode where it is known to work, else by two backward passes."""
     if network.again.forward_mode.refused:
         return by_two_backwards(network, directions, part)
-    whole = network.outline.mixing is not None and part != slice(None)
+    whole = not network.outline.apart and part != slice(None)
     moved = network.again.forward(directions, slice(None) if whole else part)
     if moved is not None and whole:
         moved = moved[:, part]
@@ -109,7 +106,7 @@ def pull_back(network: Repeat, rows: Float[Tensor, "n d"]) -> dict[str, Float[Te
 
 def _outputs(network: Repeat, part: slice) -> Tensor:
     whole = part.indices(network.outline.data) == (0, network.outline.data, 1)
-    if whole or network.outline.mixing is None:
+    if whole or network.outline.apart:
         return network.again.outputs(part)
     with torch.enable_grad():  # where data are mixed, a part of them alone is another function
         return network.again.outputs(slice(None))[part]

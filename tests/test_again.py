@@ -13,6 +13,7 @@ import gaussnewton as gn
 from gaussnewton.apart import keeps_apart
 from gaussnewton.network import Network
 from gaussnewton.observer import Observer
+from gaussnewton.quadratic import gauss_newton_gram
 from gaussnewton.tangents import by_two_backwards, push
 from tests.estimators.test_shared import again_first, images, residual, twice
 from tests.problems import relative
@@ -214,47 +215,66 @@ def observed(observer: Observer, x: Tensor, y: Tensor):
     return observation
 
 
-@pytest.mark.parametrize("problem", [residual, images])
-def test_a_pass_like_one_before_needs_no_record_of_its_own(problem) -> None:
-    model, (x, y) = problem(5)
+class MayMix(nn.Module):
+    """Centres what it gets by the mean of the batch where an attribute says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0) if self.mixes else x
+
+
+@pytest.mark.parametrize("part", [0.4, 1.0])
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_quadratic_model_is_that_of_the_pass_as_it_is(part: float, count: int) -> None:
+    """Also where the model does something else than in the pass whose layers were recorded."""
+    between = MayMix()
+    model, x, y = convolution(between)
+    network, observer, _ = network_of(model, x, y)
+    assert network.repeat.outline.apart
+    _, V = directions(observer, count)
+    between.mixes = True
+    later = observed(observer, x, y)
+    stacks = {g.name: torch.stack([observer.theta.matrices(v)[g.name] for v in V])
+              for g in observer.theta}  # fmt: skip
+    found = gauss_newton_gram([later], None, stacks, part, least=1)
+    named, taken = dict(model.named_parameters()), round(part * len(x))
+    J = torch.stack([
+        torch.func.jvp(
+            lambda p: torch.func.functional_call(model, p, x),
+            (named,), (observer.theta.tensors(v),),
+        )[1][:taken]
+        for v in V
+    ])  # fmt: skip
+    p = model(x)[:taken].softmax(1).detach()
+    H = torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)
+    expected = torch.einsum("inc,ncd,jnd->ij", J, H, J) / taken
+    assert relative(found, expected) < 1e-10
+
+
+def test_all_of_a_batch_takes_one_pass_and_no_record() -> None:
+    model, x, y = convolution()
     network, observer, _ = network_of(model, x, y)
     each, V = directions(observer)
     push(network.repeat, each, slice(None))  # the first is compared with two backward passes
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p))
-    x = torch.randn_like(x)
     later = observed(observer, x, y)
-    assert passes_of(model, lambda: later.differentiable) == 0
-    named = dict(model.named_parameters())
-    tangents = observer.theta.tensors(V[0])
-    expected = torch.func.jvp(
-        lambda p: torch.func.functional_call(model, p, x), (named,), (tangents,)
-    )[1]
-    for part in (slice(None), slice(1, 3)):
-        found = push(later.differentiable, each[:1], part)
-        assert relative(found[0], expected.flatten(1)[part]) < 1e-10
-
-
-def test_a_pass_in_another_mode_or_shape_is_recorded() -> None:
-    """Whether data are mixed may have changed, and a part alone is then another function."""
-    model, x, y = convolution(nn.BatchNorm1d(3))
-    network, observer, _ = network_of(model, x, y)
-    assert network.repeat.outline.mixing is not None
-    assert passes_of(model, lambda: observed(observer, x, y).differentiable) == 1  # the user's own
-    assert passes_of(model, lambda: observed(observer, x[:4], y[:4]).differentiable) == 2
-    model[1].eval()
-    later = observed(observer, x[:4], y[:4])
-    assert passes_of(model, lambda: later.differentiable) == 1
-    assert later.differentiable.outline.mixing is None
+    stacks = {g.name: observer.theta.matrices(V[0])[g.name][None] for g in observer.theta}
+    whole = passes_of(model, lambda: gauss_newton_gram([later], None, stacks, 1.0, least=1))
+    assert (whole, later.layers) == (1, None)
+    gauss_newton_gram([later], None, stacks, 0.4, least=1)
+    assert later.layers is not None
 
 
 def test_what_is_known_of_passes_holds_none_of_their_data() -> None:
     model, x, y = convolution()
     _, observer, _ = network_of(model, x, y)
-    fresh = x.clone()
-    seen = weakref.ref(fresh)
-    observed(observer, fresh, y).differentiable  # noqa: B018
-    del fresh
+    fresh = x[:4].clone()
+    seen, recorded = weakref.ref(fresh), observed(observer, fresh, y[:4])
+    held = weakref.ref(recorded.passage.record.outputs)
+    recorded.as_a_whole  # noqa: B018
+    del fresh, recorded
     gc.collect()
     assert seen() is None
+    assert held() is None

@@ -167,7 +167,13 @@ def test_estimates_age_with_updates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("t", "wanted", "memory"),
-    [(50, 0.0, 0.8), (400, 0.0, 0.8**4), (400, 1.0, 0.8**4), (400, 5.0, 4 / 6), (400, 50.0, 0.95)],
+    [
+        (50, 0.0, 0.8),
+        (400, 0.0, 0.8**4),
+        (400, 1.0, 0.8**4),
+        (400, 5.0, 4 / 6),
+        (400, 50.0, 0.8**0.25),
+    ],
 )
 def test_few_data_are_remembered_for_longer(t: int, wanted: float, memory: float) -> None:
     """With 5 batches wanted the running mean has those of (1 + 4/6) / (1 − 4/6) = 5."""
@@ -303,21 +309,35 @@ def test_averages_reach_back_over_the_last_updates() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rho", "noise", "surprise", "anneal", "change"),
+    ("rho", "noise", "surprise", "damped", "anneal", "change"),
     [
-        (0.9, -0.01, 1.0, True, 0.95**5),  # the averaged parameters lag behind
-        (0.9, 0.0, 1.0, True, 1.0),  # steps lead nowhere, however good the model is
-        (0.9, 0.0, 0.1, True, 0.95**5),  # batches are alike: there is no noise to lead astray
-        (0.9, 0.01, 0.1, True, 1.0),
-        (0.9, 0.0, math.inf, False, 0.95**5),  # nothing is known of noise
-        (0.5, -0.01, 1.0, True, 1.0),
-        (0.1, -0.01, 1.0, True, 0.95**-5),
-        (0.9, 0.2, 1.0, True, 0.95**-5),
+        (0.9, -0.01, 1.0, 0.1, True, 0.95**5),  # the averaged parameters lag behind
+        (0.9, 0.0, 1.0, 0.1, True, 1.0),  # steps lead nowhere, however good the model is
+        (0.9, 0.0, 1.0, 0.9, True, 0.95**5),  # but where they do because of the damping
+        (0.9, 0.0, 0.1, 0.1, True, 0.95**5),  # batches are alike: there is no noise
+        (0.9, 0.01, 0.1, 0.1, True, 1.0),
+        (0.9, 0.0, math.inf, 0.1, False, 0.95**5),  # nothing is known of noise
+        (0.5, -0.01, 1.0, 0.1, True, 1.0),
+        (0.1, -0.01, 1.0, 0.1, True, 0.95**-5),
+        (0.9, 0.2, 1.0, 0.9, True, 0.95**-5),
     ],
 )
 def test_when_tau_falls_and_rises(
-    rho: float, noise: float, surprise: float, anneal: bool, change: float
+    rho: float, noise: float, surprise: float, damped: float, anneal: bool, change: float
 ) -> None:
     progress = Progress(t=1, tau=0.2, gamma=0.2, first_tau=1.0, noise=noise, surprise=surprise)
-    rules.adapt_tau(rho, progress, gn.Damping(anneal=anneal, decay=0.95, tau_interval=5))
+    rules.adapt_tau(rho, damped, progress, gn.Damping(anneal=anneal, decay=0.95, tau_interval=5))
     assert progress.tau == progress.gamma == pytest.approx(0.2 * change)
+
+
+def test_far_too_much_damping_at_the_start_is_got_rid_of() -> None:
+    """Steps are then so short that the averaged parameters cannot lag behind."""
+    x = torch.randn(2000, 4)
+    y = (x[:, :1] * x[:, 1:2]).tanh() + 0.3 * torch.randn(2000, 1)
+    net = network([4, 8, 1]).float()
+    criterion = nn.MSELoss()
+    optimizer = gn.GaussNewton(net, criterion, damping=gn.Damping(tau=1e4))
+    for t in range(150):
+        part = torch.arange(200) + 200 * (t % 10)
+        fit(optimizer, x[part], y[part], 1)
+    assert optimizer.diagnostics["tau"] < 100
