@@ -57,7 +57,8 @@ def layer_jacobian_products(
     Their sum is J v, and any weighting of the layers is a weighted sum of them.
     """
     if not isinstance(chain, Chain):
-        return push(_repeated(chain), _each_alone(chain, directions), part)
+        repeat = _repeated(chain)
+        return push(repeat, _each_alone(repeat, directions), part)
     tangents: Tensor | None = None
     for link in reversed(chain.links):
         call = link.call
@@ -80,8 +81,9 @@ def jacobian_products(
 ) -> Float[Tensor, "m n d"]:
     """Both of the above, one after the other; in a network by one pass."""
     if not isinstance(chain, Chain):
-        each = [] if layers is None else _each_alone(chain, layers)
-        return push(_repeated(chain), each + ([] if others is None else _one_by_one(others)), part)
+        repeat = _repeated(chain)
+        each = [] if layers is None else _each_alone(repeat, layers)
+        return push(repeat, each + ([] if others is None else _one_by_one(others)), part)
     tangents = []
     if layers is not None:
         tangents.append(layer_jacobian_products(chain, layers, part))
@@ -95,9 +97,9 @@ def _repeated(network: Network | Repeat) -> Repeat:
 
 
 def _each_alone(
-    network: Network | Repeat, directions: Mapping[str, Float[Tensor, "_ _"]]
+    repeat: Repeat, directions: Mapping[str, Float[Tensor, "_ _"]]
 ) -> list[dict[str, Float[Tensor, "_ _"]]]:
-    return [{name: directions[name]} for name in _repeated(network).outline.theta.groups]
+    return [{name: directions[name]} for name in repeat.outline.theta.groups]
 
 
 def _one_by_one(directions: Directions) -> list[dict[str, Float[Tensor, "_ _"]]]:

@@ -110,7 +110,6 @@ class Observer(Tape):
         self._current: ForwardPass | None = None
         self._paused = False
         self._forward_mode = ForwardMode()
-        self._entries: int | None = None
         self.attach()
         weakref.finalize(self, _remove, self._handles)
 
@@ -121,7 +120,7 @@ class Observer(Tape):
         self._layers = recorded_layers(original(self.model), self.theta)
         self._compiled = is_compiled(self.model)
         self._trained = self._trained_now()
-        self._entries = None
+        self._entries: int | None = None  # of a datum in the last network that was recorded
         if not self._compiled:
             self._hook_layers(traced=False)
         if self.criterion is not None:
