@@ -14,6 +14,7 @@ import torch
 from gaussnewton.blocks import Block
 from gaussnewton.progress import Progress
 from gaussnewton.settings import Damping
+from gaussnewton.share import ALIKE
 
 FIRST_MULTIPLES = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10_000.0)
 """Of the mean curvature: what is tried for τ on the first batch, if it has data enough."""
@@ -34,17 +35,7 @@ LAGGING = -0.003
 MOSTLY = 0.5
 """Where more of the quadratic model's curvature than this is damping, that makes steps short."""
 
-CLEAR = -0.1
-"""As much of the loss the averaged parameters lack where steps clearly lead somewhere."""
-
-EARLY_SHARE = 0.8
-"""How much of a clear step is taken at the start, where curvature changes so fast that all of it
-overshoots."""
-
 NOISE_MEMORY = 0.7
-
-ALIKE = 0.2
-"""Batches that differ by this share of what a step gains are no more alike than others."""
 
 MUCH = 2.0
 """A surprise counts for no more than this, so that one odd batch is soon forgotten."""
@@ -193,32 +184,6 @@ def believed(progress: Progress) -> float:
     where the part has no curvature at all.
     """
     return UNHEARD_OF * progress.promise if progress.promise else math.inf
-
-
-def clearness(progress: Progress, settings: Damping) -> float:
-    """From 0, where batches are noisy, to 1, where steps clearly lead somewhere.
-
-    They do where batches differ by far less than steps gain, as full batches do, and where the
-    loss falls so fast that the averaged parameters lag far behind.
-    """
-    if not settings.anneal:
-        return 0.0
-    return min(max(progress.noise / CLEAR, 1 - progress.surprise / ALIKE, 0.0), 1.0)
-
-
-def share_of_step(share: float, early: int, progress: Progress, settings: Damping) -> float:
-    """How much of the quadratic model's step to take: all of it where steps lead somewhere.
-
-    The model is that of one batch, and its minimum fits that batch's noise too.
-
-    Args:
-        share: of a step that is made of noise.
-        early: so many updates are the start.
-        progress: where training is.
-        settings: what is set about damping.
-    """
-    clear = EARLY_SHARE if progress.t <= early else 1.0
-    return share + max(clear - share, 0) * clearness(progress, settings)
 
 
 def memory_of_gradients(smooth: float, progress: Progress, settings: Damping) -> float:

@@ -16,6 +16,7 @@ from gaussnewton.observer import Observation
 from gaussnewton.observing import ObservingOptimizer
 from gaussnewton.progress import Progress
 from gaussnewton.settings import Damping, Guard
+from gaussnewton.share import temper
 
 
 class GuardedOptimizer(ObservingOptimizer):
@@ -23,7 +24,8 @@ class GuardedOptimizer(ObservingOptimizer):
 
     A step may fail in three ways: on its own batch, which the subclass sees; on the next batch,
     which is seen here; and slowly, by jumping about more than it gains, which is seen here too,
-    by the averaged parameters. After each τ rises.
+    by the averaged parameters. After each τ rises. Where steps only jump about a little too much,
+    they get shorter.
     """
 
     damping: Damping
@@ -46,7 +48,9 @@ class GuardedOptimizer(ObservingOptimizer):
         if abs(saved) <= self._resolution(observations, progress):
             saved = 0.0
         scale = abs(float(before)) + abs(progress.last_predicted)
-        if not rules.note_noise(saved / scale, progress, settings):
+        lost = rules.note_noise(saved / scale, progress, settings)
+        temper(progress, settings)
+        if not lost:
             return False
         self._restore([self.state[p].get("average", p) for p in self._parameters()])
         self._refuse(progress)

@@ -8,6 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
+from gaussnewton.chain import Chain
 from gaussnewton.matrices import Matrices
 from gaussnewton.observer import Observation
 from gaussnewton.progress import Progress
@@ -40,10 +41,22 @@ def looks_at(observations: Sequence[Observation], settings: StepSize) -> list[Gr
     ]
 
 
-def look_is_due(settings: StepSize, progress: Progress) -> bool:
-    """Whether it is time for another look: at every update where batches say different things."""
-    interval = 1 if progress.spread > WIDE else settings.interval(progress.t)
-    return progress.t - progress.looked >= interval
+def look_is_due(
+    observations: Sequence[Observation], settings: StepSize, progress: Progress
+) -> bool:
+    """Whether it is time for another look: at every update where batches say different things.
+
+    That is for chains, whose J·v of a part of the batch is a small part of an update; in another
+    network it takes as long as the rest of it.
+
+    Args:
+        observations: the forward passes that a look would go through.
+        settings: how often to look.
+        progress: when the last look was, and how far looks differ.
+    """
+    cheap = all(isinstance(observation.layers, Chain) for observation in observations)
+    always = cheap and progress.spread > WIDE
+    return progress.t - progress.looked >= (1 if always else settings.interval(progress.t))
 
 
 def expecting(

@@ -28,6 +28,7 @@ from gaussnewton.progress import Progress
 from gaussnewton.proposal import Gram, Proposal, calibrated, plain, squared
 from gaussnewton.scarcity import batches_wanted
 from gaussnewton.settings import Damping, Guard, Refresh, StepSize, check_kinds
+from gaussnewton.share import share_of_step
 from gaussnewton.smoothing import smooth, smoothed
 
 
@@ -190,10 +191,10 @@ class GaussNewton(CurvedOptimizer):
         previous = self._previous() if self.step_size.momentum else None
         shift = self._shift(progress.tau)
         sizes, believed = self.step_size, rules.believed(progress)
-        share = rules.share_of_step(sizes.share, self.refresh.early, progress, self.damping)
+        share = share_of_step(sizes.share, self.refresh.early, progress, self.damping)
         looks = looks_at(observations, sizes)
         if scales or not calibrate:
-            looks = self._expecting(looks, gradient, scales, progress)
+            looks = self._expecting(observations, looks, gradient, scales, progress)
             most = sizes.most if scales else math.inf
             return plain(gradient, direction, previous, looks, shift, share, most, believed)
         return calibrated(
@@ -212,6 +213,7 @@ class GaussNewton(CurvedOptimizer):
 
     def _expecting(
         self,
+        observations: Sequence[Observation],
         looks: list[Gram],
         gradient: Gradient,
         scales: Mapping[str, Tensor],
@@ -233,7 +235,7 @@ class GaussNewton(CurvedOptimizer):
             ]
             return -torch.stack(terms).sum()
 
-        due = look_is_due(self.step_size, progress) or self._rho_is_due(progress)
+        due = self._rho_is_due(progress) or look_is_due(observations, self.step_size, progress)
         return expecting(looks, of_blocks, due, progress)
 
     def _known_scales(self) -> dict[str, Tensor]:

@@ -46,9 +46,10 @@ class Damping:
         raise_below: τ rises where ρ is below this. The paper has 0.75 for both.
         anneal: raise τ also where the averaged parameters do better on fresh batches than the
             present ones, and go back to them if they do far better; lower it only where they lag
-            behind, batches are alike or damping is what makes steps short. Without it, small
-            batches are fitted ever more closely one by one. It costs a forward pass at
-            each look at ρ.
+            behind, batches are alike or damping is what makes steps short. Steps get shorter
+            where the averaged parameters do a little better, and longer again where they do not.
+            Without it, small batches are fitted ever more closely one by one. It costs a forward
+            pass at each look at ρ.
         bounds: the least and greatest τ and γ, as multiples of the first τ.
     """
 
@@ -97,13 +98,15 @@ class StepSize:
         share: how much of the quadratic model's step is taken where batches are noisy: the model
             is that of one batch, and its minimum fits that batch's noise too. Where the averaged
             parameters lag far behind, or batches are all alike, all of it is (with
-            ``Damping.anneal``); four fifths in the first ``Refresh.early`` updates.
+            ``Damping.anneal``); four fifths in the first ``Refresh.early`` updates. From the
+            hundredth on down to a tenth of that, while the averaged parameters do better than the
+            present ones.
         ask: the most updates between two looks at the quadratic model's curvature along the
             direction, each of which takes a product with the Jacobian. In between it is taken to
             be as many times what the blocks have there as it was at the last looks. There is one
             too after a change of γ, where ρ is looked at, and where a step would promise far more
-            than others did of late; at every update where batches differ much. 1 looks
-            always, as do ``momentum``, a search for γ and learning rates that differ.
+            than others did of late; in a chain of layers at every update where batches differ
+            much. 1 looks always, as do ``momentum``, a search for γ and learning rates that differ.
         growth: there are so many updates between two looks for each update so far: 0.1 is 2 from
             update 20 on.
         part: the share of a batch on which the quadratic model's curvature is evaluated. Where it

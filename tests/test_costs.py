@@ -280,20 +280,6 @@ def test_noise_is_forgotten_as_fast_however_rarely_it_is_looked_at() -> None:
     assert found[0] == pytest.approx(0.1 - 0.3 * 0.7**3)
 
 
-@pytest.mark.parametrize("anneal", [False, True])
-def test_all_of_a_clear_step_is_taken_after_the_start(anneal: bool) -> None:
-    settings = gn.Damping(anneal=anneal)
-
-    def share(t: int, surprise: float, noise: float = 0.0) -> float:
-        progress = Progress(t=t, surprise=surprise, noise=noise)
-        return rules.share_of_step(0.4, 10, progress, settings)
-
-    assert share(5, math.inf) == share(50, math.inf) == share(50, 0.3) == 0.4
-    assert share(10, 0.0) == pytest.approx(0.8 if anneal else 0.4)
-    assert share(11, 0.0) == pytest.approx(1.0 if anneal else 0.4)
-    assert share(11, math.inf, noise=-0.05) == pytest.approx(0.7 if anneal else 0.4)
-
-
 def test_averages_reach_back_over_the_last_updates() -> None:
     net, x, y = problem()
     refresh = gn.Refresh(average=0.5, last=0.5)

@@ -13,12 +13,22 @@ from torch import Tensor, nn
 
 import gaussnewton as gn
 from gaussnewton.looking import expecting, look_is_due
+from gaussnewton.observer import Observer
 from gaussnewton.progress import Progress
 from gaussnewton.proposal import Gram, plain
 from gaussnewton.quadratic import gauss_newton_gram
 from tests.problems import fit, network
 
 SCALES = (0.7, -0.3)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(2, 3), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) + self.other(x).tanh()
 
 
 def problem() -> tuple[nn.Module, Tensor, Tensor]:
@@ -166,12 +176,22 @@ def test_looks_always_where_batches_say_different_things(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("spread", "looked", "due"),
-    [(0.0, 99, False), (0.0, 95, True), (0.7, 99, True), (0.5, 99, False)],
+    ("model", "spread", "looked", "due"),
+    [
+        (nn.Linear(2, 3), 0.0, 99, False),
+        (nn.Linear(2, 3), 0.0, 95, True),
+        (nn.Linear(2, 3), 0.7, 99, True),
+        (nn.Linear(2, 3), 0.5, 99, False),
+        (Branching(), 0.7, 99, False),  # no chain: a look is another pass
+        (Branching(), 0.0, 95, True),
+    ],
 )
-def test_when_a_look_is_due(spread: float, looked: int, due: bool) -> None:
+def test_when_a_look_is_due(model: nn.Module, spread: float, looked: int, due: bool) -> None:
+    criterion = nn.MSELoss()
+    observer = Observer(model, criterion)
+    criterion(model(torch.randn(4, 2)), torch.randn(4, 3)).backward()
     progress = Progress(t=100, spread=spread, looked=looked)
-    assert look_is_due(gn.StepSize(ask=5, growth=0.1), progress) == due
+    assert look_is_due(observer.take(), gn.StepSize(ask=5, growth=0.1), progress) == due
 
 
 def test_a_change_of_gamma_takes_a_look() -> None:
