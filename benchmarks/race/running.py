@@ -14,6 +14,7 @@ import torch
 
 from race import jax_contender
 from race.contender import Contender, TorchContender
+from race.defaults import KEY, fingerprint
 from race.halving import best_of, rungs
 from race.jax_contender import Child, JaxContender
 from race.settings import RUNNERS, Setting, setting_text
@@ -153,7 +154,7 @@ class Runs:
             }
             for runner, setting in settings.items()
         ]  # fmt: skip
-        if all(store.find(**key) for key in keys):
+        if all(_is_of_now(store.find(**key)) for key in keys):
             return
         started, tracks = time.time(), []
         torch.manual_seed(seed)
@@ -184,6 +185,14 @@ class Runs:
                 self.say(f"{self.name}: {', '.join(now)}")
 
         return watch
+
+
+def _is_of_now(line: Line | None) -> bool:
+    """Whether there is a result, and not of earlier defaults of ours."""
+    if line is None or line["runner"] != "default":
+        return line is not None
+    versions: dict[str, str] = line["versions"]
+    return versions.get(KEY) == fingerprint()
 
 
 def _outcome(track: Track) -> Line:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 from race.contender import rate_at
+from race.defaults import KEY, fingerprint
 from race.running import Budgets, Runs
 from race.store import Store
 from race.turns import Track, race, take_turns
@@ -147,7 +148,9 @@ class Counted(Runs):
 
     def contender(self, runner, setting, seed, horizon):  # noqa: ARG002
         self.made.append((runner, seed))
-        return Clockwork(0.9 if runner == "default" else setting["rate"])
+        made = Clockwork(0.9 if runner == "default" else setting["rate"])
+        made.versions = {KEY: fingerprint()} if runner == "default" else {}
+        return made
 
     def first_loss(self, seed):  # noqa: ARG002
         return 100.0
@@ -172,6 +175,20 @@ def test_a_finished_race_is_not_run_again_and_a_changed_one_is(tmp_path):
     kept = Store(path).runs("mnist")
     assert kept["adam"][0]["setting"]["rate"] == 0.97  # the last one counts
     assert kept["adam"][1]["setting"]["rate"] == 0.95
+
+
+@pytest.mark.parametrize(
+    ("module", "constant"), [("share", "TOLERATED"), ("damping", "FIRST_MULTIPLES")]
+)
+def test_a_race_with_earlier_defaults_of_ours_is_run_again(tmp_path, monkeypatch, module, constant):
+    path = tmp_path / "race.jsonl"
+    runs, settings = Counted(), {"default": {}, "adam": {"rate": 0.95, "decay": 1.0}}
+    runs.race(settings, 0, BUDGETS, Store(path))
+    monkeypatch.setattr(f"gaussnewton.{module}.{constant}", (0.5,))
+    runs.race({"adam": settings["adam"]}, 0, BUDGETS, Store(path))
+    assert len(runs.made) == 2  # nothing of ours is in it
+    runs.race(settings, 0, BUDGETS, Store(path))
+    assert runs.made[2:] == [("default", 0), ("adam", 0)]
 
 
 def test_a_search_goes_on_where_it_was_interrupted(tmp_path):
