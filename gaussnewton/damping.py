@@ -144,15 +144,21 @@ def _may_fall(damped: float, progress: Progress, settings: Damping) -> bool:
     return progress.noise < (QUIET if lenient else LAGGING)
 
 
-def note_noise(saved: float, progress: Progress, settings: Damping) -> bool:
+def note_noise(saved: float, passed: int, progress: Progress, settings: Damping) -> bool:
     """Take note of the share of a fresh batch's loss that the averaged parameters save.
 
     What the last steps gained is then less than what they jumped about. Returns whether the
     present parameters are lost: far worse than the average of what they were. The running mean
     reaches back over as many updates however rarely it is looked at: otherwise steps would be
     too long for noise that has come up since.
+
+    Args:
+        saved: that share.
+        passed: updates since the last look.
+        progress: where the running mean is.
+        settings: how often there are looks at first.
     """
-    memory = NOISE_MEMORY ** (settings.interval(progress.t) / settings.tau_interval)
+    memory = NOISE_MEMORY ** (passed / settings.tau_interval)
     progress.noise = memory * progress.noise + (1 - memory) * saved
     return saved > LOST
 

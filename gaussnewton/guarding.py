@@ -24,8 +24,8 @@ class GuardedOptimizer(ObservingOptimizer):
 
     A step may fail in three ways: on its own batch, which the subclass sees; on the next batch,
     which is seen here; and slowly, by jumping about more than it gains, which is seen here too,
-    by the averaged parameters. After each τ rises. Where steps only jump about a little too much,
-    they get shorter.
+    by the averaged parameters. After each τ rises. Steps that jump about too much get
+    shorter before that.
     """
 
     damping: Damping
@@ -48,8 +48,10 @@ class GuardedOptimizer(ObservingOptimizer):
         if abs(saved) <= self._resolution(observations, progress):
             saved = 0.0
         scale = abs(float(before)) + abs(progress.last_predicted)
-        lost = rules.note_noise(saved / scale, progress, settings)
-        temper(progress, settings)
+        passed = min(progress.t - progress.judged, settings.interval(progress.t))
+        progress.judged = progress.t
+        lost = rules.note_noise(saved / scale, passed, progress, settings)
+        temper(passed, progress)
         if not lost:
             return False
         self._restore([self.state[p].get("average", p) for p in self._parameters()])
@@ -62,7 +64,8 @@ class GuardedOptimizer(ObservingOptimizer):
         """Take back the last step if it raised the loss of this fresh batch beyond reason.
 
         Looked into only where the loss is suspiciously higher than that of the last batch,
-        because it costs a forward pass.
+        because it costs a forward pass. Where noise has made steps shorter, they promise less
+        than batches differ by, and more of a rise is no cause for suspicion.
         """
         start = self._start()
         if not self.guard.refuse or start is None:
@@ -70,7 +73,7 @@ class GuardedOptimizer(ObservingOptimizer):
         allowed = self.guard.fresh_tolerance * max(
             abs(progress.last_predicted), self._resolution(observations, progress)
         )
-        if before - progress.last_loss <= allowed:
+        if before - progress.last_loss <= allowed / progress.boldness:
             return False
         earlier = float(self._evaluate_at(observations, start))
         if not math.isfinite(earlier) or before - earlier <= allowed:

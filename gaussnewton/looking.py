@@ -8,7 +8,6 @@ from functools import partial
 
 from torch import Tensor
 
-from gaussnewton.chain import Chain
 from gaussnewton.matrices import Matrices
 from gaussnewton.observer import Observation
 from gaussnewton.progress import Progress
@@ -46,15 +45,15 @@ def look_is_due(
 ) -> bool:
     """Whether it is time for another look: at every update where batches say different things.
 
-    That is for chains, whose J·v of a part of the batch is a small part of an update; in another
-    network it takes as long as the rest of it.
+    That is for chains that were known from the loop's own pass: their J·v of a part of the batch is
+    a small part of an update. Anything else is run once more, which takes as long as the rest.
 
     Args:
         observations: the forward passes that a look would go through.
         settings: how often to look.
         progress: when the last look was, and how far looks differ.
     """
-    cheap = all(isinstance(observation.layers, Chain) for observation in observations)
+    cheap = all(observation.known for observation in observations)
     always = cheap and progress.spread > WIDE
     return progress.t - progress.looked >= (1 if always else settings.interval(progress.t))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,7 @@ class Observation:
         layers: its chain of layers, taken from the graph before ``backward`` frees it; None where
             that does not do, until somebody asks: the pass is then run once more.
         draws: whether random numbers were drawn in it.
+        known: whether ``layers`` were there from the start, so that what needs them runs nothing.
         observer: who saw it, and can run it once more.
         start: how it began.
         sources: for each argument of the criterion, how it comes from what the model returns;
@@ -58,6 +59,10 @@ class Observation:
     draws: bool
     observer: weakref.ref[Observer]
     factor: Tensor | None = None
+    known: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.known = self.layers is not None
 
     @property
     def passage(self) -> Passage:

@@ -337,10 +337,10 @@ class ObservingOptimizer(Optimizer):
         """The last step in plain numbers, ready for any logger.
 
         ``loss`` before the step, the ``predicted`` and, where it was looked at, the
-        ``actual`` change and ρ; τ, γ, α, momentum, each layer's scale; how many steps were
-        refused and skipped; and the seconds of each phase. Where a step was skipped, or the one
-        before it taken back instead, there are only the loss, damping and counters. Numbers are
-        fetched only when this is read.
+        ``actual`` change and ρ; τ, γ, α, momentum, each layer's scale; what noise has left
+        of steps (``boldness``); how many of them were refused and skipped; and the seconds of
+        each phase. Where a step was skipped, or the one before it taken back instead, there are
+        only the loss, damping and counters. Numbers are fetched only when this is read.
         """
         return {key: _plain(value) for key, value in self._diagnostics.items()} | {
             "seconds": self._watch.seconds()

@@ -44,7 +44,8 @@ class GaussNewton(CurvedOptimizer):
             function of torch that it calls is then found inside.
         params: parameters or parameter groups to train, as for any optimiser; by default
             all that require gradients.
-        lr: scales every step. 1 is the step of the quadratic model; schedulers may lower it.
+        lr: scales every step. 1 is the step of the quadratic model; schedulers may lower it. What
+            noise had taken off the length of steps may come back in turn (``StepSize.share``).
         weight_decay: η, an L2 penalty η/2 ‖θ‖² on the parameters. It is part of the model's
             curvature, not a shrinkage beside it.
         curvature: "kfra", "kflr", "kfac" or an estimator. "auto" takes KFLR where it is cheap,

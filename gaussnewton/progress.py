@@ -25,7 +25,8 @@ class Progress:
         age: updates since the last estimate of curvature.
         look: whether the next step's ρ is looked at out of turn.
         noise: how much of the loss the averaged parameters save, a running mean.
-        boldness: what noise has left of the length of steps, 1 for all of it.
+        judged: the update of the last look at the averaged parameters.
+        boldness: what noise has left of the length of noisy steps, 1 for all of it.
         surprise: how far the loss of a fresh batch is from that of the last one, in units of what
             a step was to change, a running mean; 0 where batches are all the same, ∞ where
             nothing is known of them.
@@ -52,6 +53,7 @@ class Progress:
     age: int = 0
     look: bool = False
     noise: float = 0.0
+    judged: int = 0
     boldness: float = 1.0
     surprise: float = math.inf
     promise: float = 0.0

@@ -46,8 +46,8 @@ class Damping:
         raise_below: τ rises where ρ is below this. The paper has 0.75 for both.
         anneal: raise τ also where the averaged parameters do better on fresh batches than the
             present ones, and go back to them if they do far better; lower it only where they lag
-            behind, batches are alike or damping is what makes steps short. Steps get shorter
-            where the averaged parameters do a little better, and longer again where they do not.
+            behind, batches are alike or damping is what makes steps short. Noisy steps get
+            shorter where they save more than a fortieth of the loss, and longer again where less.
             Without it, small batches are fitted ever more closely one by one. It costs a forward
             pass at each look at ρ.
         bounds: the least and greatest τ and γ, as multiples of the first τ.
@@ -99,8 +99,8 @@ class StepSize:
             is that of one batch, and its minimum fits that batch's noise too. Where the averaged
             parameters lag far behind, or batches are all alike, all of it is (with
             ``Damping.anneal``); four fifths in the first ``Refresh.early`` updates. From the
-            hundredth on down to a tenth of that, while the averaged parameters do better than the
-            present ones.
+            hundredth on down to a tenth of it where the averaged parameters save more than a
+            fortieth of the loss (``diagnostics["boldness"]``).
         ask: the most updates between two looks at the quadratic model's curvature along the
             direction, each of which takes a product with the Jacobian. In between it is taken to
             be as many times what the blocks have there as it was at the last looks. There is one

@@ -11,8 +11,8 @@ CLEAR = -0.1
 """As much of the loss the averaged parameters lack where steps clearly lead somewhere."""
 
 SETTLED = 50
-"""From so many updates on the averaged parameters reach back over ever more of them, and a lag has
-to be greater in proportion to be a sign of anything."""
+"""From so many updates on that lack has to be greater in proportion to their number. Whole steps
+were found to pay only at the start, and a small batch says of a lag what it likes."""
 
 EARLY_SHARE = 0.8
 """How much of a clear step is taken at the start, where curvature changes so fast that all of it
@@ -22,8 +22,8 @@ ALIKE = 0.2
 """Batches that differ by this share of what a step gains are no more alike than others."""
 
 TOLERATED = 0.025
-"""Where the averaged parameters save more of the loss than this, steps get shorter; where they save
-less, longer again."""
+"""Where the averaged parameters save more of the loss than this, noisy steps get shorter; where
+they save less, longer again."""
 
 POWER = 1.5
 """They do so at most as this power of the number of updates."""
@@ -32,7 +32,7 @@ BOLD = 100
 """So many updates at the start are as long as they may be, noise or not."""
 
 SHORTEST = 0.1
-"""What is left of a step at least."""
+"""What is left of a noisy step at least."""
 
 
 def share_of_step(share: float, early: int, progress: Progress, settings: Damping) -> float:
@@ -41,30 +41,30 @@ def share_of_step(share: float, early: int, progress: Progress, settings: Dampin
     The model is that of one batch, and its minimum fits that batch's noise too.
 
     Args:
-        share: of a step that is made of noise.
+        share: of a step that is made of noise; of that, what noise has left of it so far.
         early: so many updates are the start.
         progress: where training is.
         settings: what is set about damping.
     """
+    if not settings.anneal:
+        return share
+    noisy = progress.boldness * share
     clear = EARLY_SHARE if progress.t <= early else 1.0
-    taken = share + max(clear - share, 0) * clearness(progress, settings)
-    return progress.boldness * taken
+    return noisy + max(clear - noisy, 0) * clearness(progress)
 
 
-def clearness(progress: Progress, settings: Damping) -> float:
+def clearness(progress: Progress) -> float:
     """From 0, where batches are noisy, to 1, where steps clearly lead somewhere.
 
     They do where batches differ by far less than steps gain, as full batches do, and where the
     loss falls so fast that the averaged parameters lag far behind.
     """
-    if not settings.anneal:
-        return 0.0
     lagging = progress.noise / (CLEAR * max(1.0, progress.t / SETTLED))
     return min(max(lagging, 1 - progress.surprise / ALIKE, 0.0), 1.0)
 
 
-def temper(progress: Progress, settings: Damping) -> None:
-    """Shorter steps where they jump about more than they lead on, longer ones where they do not.
+def temper(passed: int, progress: Progress) -> None:
+    """Shorter steps where they jump about by more than is tolerated, else longer ones again.
 
     Averages take noise away, but only as much of it as there are updates in them, and steps that
     are long for the noise fit each batch and lose the ones before. The averaged parameters reach
@@ -73,11 +73,11 @@ def temper(progress: Progress, settings: Damping) -> None:
     swing to and fro.
 
     Args:
+        passed: updates since this was done last.
         progress: where training is; ``noise`` says what the averaged parameters save.
-        settings: how often that is looked at.
     """
     if progress.t < BOLD:
         return
     excess = min(max(progress.noise / TOLERATED - 1, -1.0), 1.0)
-    power = -POWER * excess * settings.interval(progress.t) / progress.t
+    power = -POWER * excess * passed / progress.t
     progress.boldness = min(max(progress.boldness * math.exp(power), SHORTEST), 1.0)

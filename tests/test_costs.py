@@ -274,7 +274,7 @@ def test_noise_is_forgotten_as_fast_however_rarely_it_is_looked_at() -> None:
     for settings, looks in ((often, 3), (rarely, 1)):
         progress = Progress(t=60, noise=-0.2)
         for _ in range(looks):
-            assert not rules.note_noise(0.1, progress, settings)
+            assert not rules.note_noise(0.1, settings.interval(60), progress, settings)
         found.append(progress.noise)
     assert found[0] == pytest.approx(found[1])
     assert found[0] == pytest.approx(0.1 - 0.3 * 0.7**3)

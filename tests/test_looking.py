@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import gaussnewton as gn
+from gaussnewton.chain import Chain
 from gaussnewton.looking import expecting, look_is_due
 from gaussnewton.observer import Observer
 from gaussnewton.progress import Progress
@@ -192,6 +193,19 @@ def test_when_a_look_is_due(model: nn.Module, spread: float, looked: int, due: b
     criterion(model(torch.randn(4, 2)), torch.randn(4, 3)).backward()
     progress = Progress(t=100, spread=spread, looked=looked)
     assert look_is_due(observer.take(), gn.StepSize(ask=5, growth=0.1), progress) == due
+
+
+def test_a_chain_that_had_to_be_run_again_is_looked_through_no_more_often() -> None:
+    """Whoever asked for its layers before: a resumed run does so at another update."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Softmax(-1), nn.Linear(3, 3))
+    criterion = nn.MSELoss()
+    observer = Observer(model, criterion)
+    criterion(model(torch.randn(4, 2)), torch.randn(4, 3)).backward()
+    (observation,) = observer.take()
+    assert observation.layers is None
+    assert isinstance(observation.passage, Chain)
+    progress = Progress(t=100, spread=0.7, looked=99)
+    assert not look_is_due([observation], gn.StepSize(ask=5), progress)
 
 
 def test_a_change_of_gamma_takes_a_look() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -26,44 +27,68 @@ def test_all_of_a_clear_step_is_taken_after_the_start(anneal: bool) -> None:
     assert share(10, 0.0) == pytest.approx(0.8 if anneal else 0.4)
     assert share(11, 0.0) == pytest.approx(1.0 if anneal else 0.4)
     assert share(11, math.inf, noise=-0.05) == pytest.approx(0.7 if anneal else 0.4)
-    # The average reaches back four times as far, and lags behind in any case.
+    # Four times as many updates as count for settled: the lag counts for a fourth.
     assert share(200, math.inf, noise=-0.05) == pytest.approx(0.475 if anneal else 0.4)
 
 
-def test_a_timid_step_is_a_part_of_what_would_be_taken() -> None:
-    bold, timid = (Progress(t=50, surprise=0.1, boldness=b) for b in (1.0, 0.25))
-    shares = [share_of_step(0.4, 10, progress, gn.Damping()) for progress in (bold, timid)]
-    assert shares[1] == pytest.approx(0.25 * shares[0])
+@pytest.mark.parametrize(
+    ("anneal", "surprise", "expected"),
+    [
+        (True, math.inf, 0.1),  # a fourth of the share
+        (True, 0.1, 0.55),  # half-way from there to all of the step
+        (True, 0.0, 1.0),  # batches are alike now, whatever they were
+        (False, 0.0, 0.4),  # a state that was saved with ``anneal``
+    ],
+)
+def test_noise_takes_off_what_is_noisy_of_a_step(
+    anneal: bool, surprise: float, expected: float
+) -> None:
+    progress = Progress(t=500, surprise=surprise, boldness=0.25)
+    found = share_of_step(0.4, 10, progress, gn.Damping(anneal=anneal))
+    assert found == pytest.approx(expected)
 
 
-def tempered(noise: float, first: int, last: int, settings: gn.Damping, start: float) -> float:
-    """As the optimiser does it: at every look at the averaged parameters."""
+def tempered(noise: float, marks: range, start: float) -> float:
+    """Looks at the averaged parameters at some updates."""
     progress = Progress(noise=noise, boldness=start)
-    for t in range(first, last):
+    for t in marks:
         progress.t = t
-        if t % settings.interval(t) == 0:
-            temper(progress, settings)
+        temper(marks.step, progress)
     return progress.boldness
 
 
-@pytest.mark.parametrize("growth", [0.0, 0.1], ids=["every fifth", "rarer"])
+@pytest.mark.parametrize("interval", [5, 10, 20])
 @pytest.mark.parametrize("excess", [-1.0, -0.5, 0.0, 0.5, 1.0])
-def test_steps_grow_and_shrink_as_a_power_of_the_updates(excess: float, growth: float) -> None:
-    settings = gn.Damping(growth=growth)
-    found = tempered(TOLERATED * (1 + excess), 1000, 2000, settings, start=0.3)
+def test_steps_grow_and_shrink_as_a_power_of_the_updates(excess: float, interval: int) -> None:
+    found = tempered(TOLERATED * (1 + excess), range(1000, 2000, interval), start=0.3)
     assert found == pytest.approx(0.3 * 2 ** (-POWER * excess), rel=0.02)
 
 
 def test_far_more_noise_counts_for_no_more() -> None:
-    settings = gn.Damping()
-    found = [tempered(share, 1000, 1500, settings, start=1.0) for share in (2 * TOLERATED, 0.9)]
+    found = [tempered(noise, range(1000, 1500, 5), start=1.0) for noise in (2 * TOLERATED, 0.9)]
     assert found[0] == pytest.approx(found[1])
 
 
 def test_steps_are_never_longer_than_all_or_shorter_than_a_tenth() -> None:
-    assert tempered(-1.0, 100, 5000, gn.Damping(), start=0.5) == 1.0
-    assert tempered(1.0, 100, 5000, gn.Damping(), start=0.5) == SHORTEST
-    assert tempered(1.0, 1, 100, gn.Damping(), start=1.0) == 1.0  # not at the start
+    assert tempered(-1.0, range(100, 5000, 15), start=0.5) == 1.0
+    assert tempered(1.0, range(100, 5000, 15), start=0.5) == SHORTEST
+    assert tempered(1.0, range(1, 100), start=1.0) == 1.0  # not at the start
+
+
+@pytest.mark.parametrize("interval", [5, 20])
+def test_updates_between_two_looks_are_counted_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, interval: int
+) -> None:
+    """While intervals grow, looks are nearer to each other than the interval of each says."""
+    counted = []
+    monkeypatch.setattr("gaussnewton.guarding.temper", lambda passed, _: counted.append(passed))
+    x = torch.randn(8, 4).double()
+    damping = gn.Damping(tau=1.0, tau_interval=interval, growth=0.2)
+    optimizer = gn.GaussNewton(network([4, 3, 1]), nn.MSELoss(), damping=damping)
+    fit(optimizer, x, x[:, :1], 160)
+    looks = [t for t in range(1, 161) if t % damping.interval(t) == 0]
+    assert sum(counted) == looks[-1]
+    assert sum(damping.interval(t) for t in looks) > looks[-1]
 
 
 def trained(batch: int, anneal: bool = True) -> dict:
@@ -91,8 +116,31 @@ def test_a_run_saved_before_steps_were_tempered_goes_on() -> None:
     optimizer = gn.GaussNewton(model, nn.MSELoss())
     x = torch.randn(20, 4).double()
     fit(optimizer, x, x[:, :1], 2)
-    state = optimizer.state_dict()
-    del state["param_groups"][0]["progress"]["boldness"]
+    state = copy.deepcopy(optimizer.state_dict())
+    for name in ("boldness", "judged"):
+        del state["param_groups"][0]["progress"][name]
     optimizer.load_state_dict(state)
     fit(optimizer, x, x[:, :1], 1)
     assert optimizer.diagnostics["boldness"] == 1.0
+
+
+def test_what_is_left_of_steps_is_saved_and_matters() -> None:
+    x = torch.randn(60, 4).double()
+    y = torch.randn(60, 1).double()
+    weights = []
+    for boldness in (1.0, 0.3, 0.3):
+        torch.manual_seed(0)
+        model = network([4, 6, 1])
+        optimizer = gn.GaussNewton(model, nn.MSELoss())
+        for part in torch.arange(60).split(20):
+            fit(optimizer, x[part], y[part], 1)
+        optimizer.param_groups[0]["progress"] |= {"boldness": boldness, "surprise": 1.0}
+        other = copy.deepcopy(model)
+        resumed = gn.GaussNewton(other, nn.MSELoss())
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for each in (optimizer, resumed):
+            fit(each, x[:20], y[:20], 2)
+        assert torch.equal(model.layers[0].weight, other.layers[0].weight)
+        weights.append(model.layers[0].weight.detach().clone())
+    assert torch.equal(weights[1], weights[2])
+    assert not torch.allclose(weights[0], weights[1])

@@ -29,7 +29,9 @@ def constants(module: ModuleType) -> dict[str, Any]:
 
 
 def fingerprint() -> str:
-    """Eight digits that change with any of the settings and constants that it has by itself.
+    """Eight digits that change with any of its settings, and of the constants of its rules.
+
+    They do not change with a rule that keeps its constants.
 
     >>> len(fingerprint()), fingerprint() == fingerprint()
     (8, True)

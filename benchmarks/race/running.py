@@ -17,7 +17,7 @@ from race.contender import Contender, TorchContender
 from race.defaults import KEY, fingerprint
 from race.halving import best_of, rungs
 from race.jax_contender import Child, JaxContender
-from race.settings import RUNNERS, Setting, setting_text
+from race.settings import OURS, RUNNERS, Setting, setting_text
 from race.store import Line, Store
 from race.tasks import TASKS, Data, Task, read
 from race.turns import FOLLOWERS, Track, race
@@ -189,10 +189,9 @@ class Runs:
 
 def _is_of_now(line: Line | None) -> bool:
     """Whether there is a result, and not of earlier defaults of ours."""
-    if line is None or line["runner"] != "default":
+    if line is None or line["runner"] != OURS:
         return line is not None
-    versions: dict[str, str] = line["versions"]
-    return versions.get(KEY) == fingerprint()
+    return bool((line.get("versions") or {}).get(KEY) == fingerprint())
 
 
 def _outcome(track: Track) -> Line:
