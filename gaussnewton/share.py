@@ -10,9 +10,10 @@ from gaussnewton.settings import Damping
 CLEAR = -0.1
 """As much of the loss the averaged parameters lack where steps clearly lead somewhere."""
 
-SETTLED = 50
-"""From so many updates on that lack has to be greater in proportion to their number. Whole steps
-were found to pay only at the start, and a small batch says of a lag what it likes."""
+SETTLED = 100
+"""So many updates are as long as they may be, noise or not. From there on that lack has to be
+greater in proportion to their number: whole steps were found to pay only at the start, and a small
+batch says of a lag what it likes."""
 
 EARLY_SHARE = 0.8
 """How much of a clear step is taken at the start, where curvature changes so fast that all of it
@@ -27,9 +28,6 @@ they save less, longer again."""
 
 POWER = 1.5
 """They do so at most as this power of the number of updates."""
-
-BOLD = 100
-"""So many updates at the start are as long as they may be, noise or not."""
 
 SHORTEST = 0.1
 """What is left of a noisy step at least."""
@@ -76,7 +74,7 @@ def temper(passed: int, progress: Progress) -> None:
         passed: updates since this was done last.
         progress: where training is; ``noise`` says what the averaged parameters save.
     """
-    if progress.t < BOLD:
+    if progress.t < SETTLED:
         return
     excess = min(max(progress.noise / TOLERATED - 1, -1.0), 1.0)
     power = -POWER * excess * passed / progress.t

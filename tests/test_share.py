@@ -28,7 +28,7 @@ def test_all_of_a_clear_step_is_taken_after_the_start(anneal: bool) -> None:
     assert share(11, 0.0) == pytest.approx(1.0 if anneal else 0.4)
     assert share(11, math.inf, noise=-0.05) == pytest.approx(0.7 if anneal else 0.4)
     # Four times as many updates as count for settled: the lag counts for a fourth.
-    assert share(200, math.inf, noise=-0.05) == pytest.approx(0.475 if anneal else 0.4)
+    assert share(400, math.inf, noise=-0.05) == pytest.approx(0.475 if anneal else 0.4)
 
 
 @pytest.mark.parametrize(
