@@ -39,16 +39,50 @@ def update_average(
     return average.lerp_(parameter.detach(), 1 - beta)
 
 
+def carry_on(average: Tensor, parameter: Tensor, t: int, memory: float, carried: float) -> None:
+    r"""Average, and let the parameter go on by a share μ of what its average moved by; in place.
+
+    .. math:: \hatθ_t = β_t \hatθ_{t−1} + (1 − β_t) θ_t, \quad
+              θ_t ← θ_t + μ (\hatθ_t − \hatθ_{t−1})
+
+    Where μ is 0 it is :func:`update_average`.
+
+    Args:
+        average: θ̂_{t−1}, then θ̂_t.
+        parameter: θ_t, as the step has left it.
+        t: the number of the update.
+        memory: β.
+        carried: μ.
+
+    Example:
+        >>> import torch
+        >>> from gaussnewton.averaging import carry_on
+        >>> mean, parameter = torch.tensor(1.0), torch.tensor(3.0)
+        >>> carry_on(mean, parameter, t=2, memory=0.95, carried=0.5)
+        >>> mean, parameter
+        (tensor(2.), tensor(3.5000))
+    """
+    beta = min(memory, 1 - 1 / t)
+    update_average(average, parameter, t, memory)
+    if carried and beta:  # θ_t − θ̂_t is β_t / (1 − β_t) times what the average moved by
+        parameter.lerp_(average, -carried * (1 - beta) / beta)
+
+
 def without_last(
-    average: Tensor, parameter: Tensor, t: int, memory: float = MEMORY
+    average: Tensor, parameter: Tensor, t: int, memory: float = MEMORY, carried: float = 0.0
 ) -> Tensor | None:
-    """θ̂_{t−1}, from θ̂_t and the θ_t that went into it; None if there was none before.
+    """θ̂_{t−1}, from θ̂_t and where :func:`carry_on` left θ_t; None if there was none before.
 
     Example:
         >>> import torch
         >>> from gaussnewton.averaging import without_last
         >>> without_last(torch.tensor(2.0), torch.tensor(3.0), t=2)
         tensor(1.)
+        >>> without_last(torch.tensor(2.0), torch.tensor(3.5), t=2, carried=0.5)
+        tensor(1.)
     """
     beta = min(memory, 1 - 1 / t)
-    return None if beta == 0 else (average - (1 - beta) * parameter.detach()) / beta
+    if beta == 0:
+        return None
+    moved = (1 - beta) / (beta + carried * (1 - beta))  # of θ_t − θ̂_t, by the average
+    return average - moved * (parameter.detach() - average)

@@ -32,6 +32,10 @@ second τ rises, above the third the averaged parameters are the place to go on 
 LAGGING = -0.003
 """As much of the loss the averaged parameters lack at least where steps lead somewhere."""
 
+DOWNHILL = -0.01
+"""The same where steps are carried on, by the slope of the loss at the averaged parameters, towards
+the present ones: averages hardly lag behind there, but that slope is still free of noise."""
+
 MOSTLY = 0.5
 """Where more of the quadratic model's curvature than this is damping, that makes steps short."""
 
@@ -135,13 +139,15 @@ def adapt_tau(rho: float, damped: float, progress: Progress, settings: Damping) 
 
 
 def _may_fall(damped: float, progress: Progress, settings: Damping) -> bool:
-    """Whether less damping can do any good: where the averaged parameters lag behind.
+    """Whether less damping can do any good: where the averaged parameters lag behind, or would.
 
     Steps that get shorter with τ have an ever better ρ, and ever less noise. Where batches are all
     alike, little noise will do, and where it is damping that makes steps short.
     """
     lenient = not settings.anneal or progress.surprise < ALIKE or damped > MOSTLY
-    return progress.noise < (QUIET if lenient else LAGGING)
+    if lenient:
+        return progress.noise < QUIET
+    return progress.slope < DOWNHILL if progress.carried else progress.noise < LAGGING
 
 
 def note_noise(saved: float, passed: int, progress: Progress, settings: Damping) -> bool:
@@ -158,9 +164,26 @@ def note_noise(saved: float, passed: int, progress: Progress, settings: Damping)
         progress: where the running mean is.
         settings: how often there are looks at first.
     """
-    memory = NOISE_MEMORY ** (passed / settings.tau_interval)
+    memory = _memory(passed, settings)
     progress.noise = memory * progress.noise + (1 - memory) * saved
     return saved > LOST
+
+
+def note_slope(slope: float, passed: int, progress: Progress, settings: Damping) -> None:
+    """Take note of the slope at the averaged parameters, towards the present ones.
+
+    Args:
+        slope: as a share of the loss.
+        passed: updates since the last look.
+        progress: where the running mean is.
+        settings: how often there are looks at first.
+    """
+    memory = _memory(passed, settings)
+    progress.slope = memory * progress.slope + (1 - memory) * slope
+
+
+def _memory(passed: int, settings: Damping) -> float:
+    return float(NOISE_MEMORY ** (passed / settings.tau_interval))
 
 
 def note_surprise(before: float, progress: Progress) -> None:

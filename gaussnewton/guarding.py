@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gaussnewton import damping as rules
+from gaussnewton.carrying import carry_nothing, shortened
 from gaussnewton.gram import widened
 from gaussnewton.matrices import Matrices
 from gaussnewton.observer import Observation
@@ -44,11 +45,15 @@ class GuardedOptimizer(ObservingOptimizer):
         if not due or not progress.last_predicted:
             return False
         with self.averaged():
-            saved = float(before - self._evaluate(observations))
+            averaged = self._evaluate(observations)
+        saved = float(before - averaged)
         if abs(saved) <= self._resolution(observations, progress):
             saved = 0.0
         scale = abs(float(before)) + abs(progress.last_predicted)
         passed = min(progress.t - progress.judged, settings.interval(progress.t))
+        if progress.carried:
+            slope = self._slope(observations, float(averaged), float(before))
+            rules.note_slope(slope / scale, passed, progress, settings)
         progress.judged = progress.t
         lost = rules.note_noise(saved / scale, passed, progress, settings)
         temper(passed, progress)
@@ -58,14 +63,24 @@ class GuardedOptimizer(ObservingOptimizer):
         self._refuse(progress)
         return True
 
+    def _slope(self, observations: Sequence[Observation], averaged: float, present: float) -> float:
+        """The slope of f at the averaged parameters, towards the present ones.
+
+        It is that of the parabola through f there, here and half-way between.
+        """
+        places = [(p, self.state[p].get("average", p)) for p in self._parameters()]
+        half_way = [torch.lerp(p.detach(), average, 0.5) for p, average in places]
+        middle = float(self._evaluate_at(observations, half_way))
+        return 4 * middle - 3 * averaged - present
+
     def _last_step_failed(
         self, observations: Sequence[Observation], before: float, t: int, progress: Progress
     ) -> bool:
         """Take back the last step if it raised the loss of this fresh batch beyond reason.
 
         Looked into only where the loss is suspiciously higher than that of the last batch,
-        because it costs a forward pass. Where noise has made steps shorter, they promise less
-        than batches differ by, and more of a rise is no cause for suspicion.
+        because it costs a forward pass. Where noise or what is carried has made steps shorter,
+        they promise less than batches differ by, and more of a rise is no cause for suspicion.
         """
         start = self._start()
         if not self.guard.refuse or start is None:
@@ -73,12 +88,13 @@ class GuardedOptimizer(ObservingOptimizer):
         allowed = self.guard.fresh_tolerance * max(
             abs(progress.last_predicted), self._resolution(observations, progress)
         )
-        if before - progress.last_loss <= allowed / progress.boldness:
+        shorter = shortened(progress.boldness, progress.carried)
+        if before - progress.last_loss <= allowed / shorter:
             return False
         earlier = float(self._evaluate_at(observations, start))
         if not math.isfinite(earlier) or before - earlier <= allowed:
             return False
-        self._leave_out_of_average(t)
+        self._leave_out_of_average(t, progress)
         self._restore(start)
         self._refuse(progress)
         return True
@@ -92,11 +108,16 @@ class GuardedOptimizer(ObservingOptimizer):
         return self._last_step_failed(observations, math.inf, progress.t, progress)
 
     def _refuse(self, progress: Progress) -> None:
-        """More damping, a look at the next step, and nothing remembered of this one."""
+        """More damping, a look at the next step, and nothing remembered of this one.
+
+        Where a step was carried on, that is what went too far, and damping stays as it is.
+        """
         progress.refused += 1
         progress.look = True
         progress.last_predicted = 0.0
-        if progress.tau:
+        if progress.carried:
+            carry_nothing(progress)
+        elif progress.tau:
             rules.raise_after_refusal(progress, self.damping)
             self._damping_raised(progress)
         for p in self._parameters():

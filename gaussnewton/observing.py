@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gaussnewton.arguments import check_arguments
-from gaussnewton.averaging import MEMORY, update_average, without_last
+from gaussnewton.averaging import MEMORY, carry_on, without_last
 from gaussnewton.errors import NonFiniteError, RecordError
 from gaussnewton.gradients import Gradient
 from gaussnewton.matrices import Matrices
@@ -254,21 +254,28 @@ class ObservingOptimizer(Optimizer):
     def _evaluate(self, observations: Sequence[Observation]) -> Tensor:
         return self._objective([self._observer.evaluate(o) for o in observations], observations)
 
-    def _average_memory(self, t: int) -> float:  # noqa: ARG002
+    def _average_memory(self, t: int, carried: float) -> float:  # noqa: ARG002
         return MEMORY
 
     def _average(self, progress: Progress) -> None:
-        t, memory = progress.t, self._average_memory(progress.t)
+        """Take the parameters into their averages, and carry them along where that is asked for."""
+        t, memory = progress.t, self._average_memory(progress.t, progress.carried)
         for p in self._parameters():
-            state = self.state[p]
-            state["average"] = update_average(state.get("average"), p, t, memory)
+            average = self.state[p].setdefault("average", p.detach().clone())
+            carry_on(average, p, t, memory, self._carried(p, progress))
 
-    def _leave_out_of_average(self, t: int) -> None:
-        """Undo the average's last update, the one of step t."""
+    def _carried(self, p: nn.Parameter, progress: Progress) -> float:
+        """μ of a parameter: none without a gradient or a learning rate, like any momentum."""
+        return 0.0 if p.grad is None else progress.carried * min(self._setting(p, "lr"), 1.0)
+
+    def _leave_out_of_average(self, t: int, progress: Progress) -> None:
+        """Undo the average's last update, that of step t; learning rates are what they were."""
+        memory = self._average_memory(t, progress.carried)
         for p in self._parameters():
             state = self.state[p]
             if "average" in state:
-                earlier = without_last(state.pop("average"), p, t, self._average_memory(t))
+                carried = self._carried(p, progress)
+                earlier = without_last(state.pop("average"), p, t, memory, carried)
                 if earlier is not None:
                     state["average"] = earlier
 

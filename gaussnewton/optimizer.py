@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gaussnewton import damping as rules
 from gaussnewton.averaging import memory_at
 from gaussnewton.blocks import Inverse, Inversion
+from gaussnewton.carrying import note_fitted, share_carried, shortened, window
 from gaussnewton.curved import CurvedOptimizer
 from gaussnewton.errors import FactorisationError
 from gaussnewton.estimators import BlockHessian, Estimator, estimator_of
@@ -140,6 +141,8 @@ class GaussNewton(CurvedOptimizer):
                 return
             if self._lost(observations, before, progress):
                 return
+        most = 0.0 if self.step_size.momentum else self.step_size.carry
+        progress.carried = share_carried(most, progress)
         self._smooth(gradient, progress)
         with self._watch("curvature"):
             fresh = self._estimate(observations, progress)
@@ -192,7 +195,8 @@ class GaussNewton(CurvedOptimizer):
         previous = self._previous() if self.step_size.momentum else None
         shift = self._shift(progress.tau)
         sizes, believed = self.step_size, rules.believed(progress)
-        share = share_of_step(sizes.share, self.refresh.early, progress, self.damping)
+        noisy = shortened(sizes.share, progress.carried)
+        share = share_of_step(noisy, self.refresh.early, progress, self.damping)
         looks = looks_at(observations, sizes)
         if scales or not calibrate:
             looks = self._expecting(observations, looks, gradient, scales, progress)
@@ -274,8 +278,8 @@ class GaussNewton(CurvedOptimizer):
             self._many_layers = isinstance(passage, Network) and len(passage.trained) > most
         return self.step_size.calibrate and not self._many_layers
 
-    def _average_memory(self, t: int) -> float:
-        return memory_at(t, self.refresh.average, self.refresh.last)
+    def _average_memory(self, t: int, carried: float) -> float:
+        return window(memory_at(t, self.refresh.average, self.refresh.last), carried)
 
     def _prime(self) -> None:
         super()._prime()
@@ -364,10 +368,11 @@ class GaussNewton(CurvedOptimizer):
         if kept:
             self._remember(float(before), float(predicted), progress)
             rules.note_promise(float(proposal.predicted()), progress)
+            note_fitted(float(proposal.whole()), float(before), progress)
             for name, scale in proposal.scales.items():
                 self._layer_state(name)["log_scale"] = scale
         else:
-            progress.last_after = None
+            progress.last_after, progress.carried = None, 0.0
             self._refuse(progress)
         self._diagnose(proposal, before, predicted, actual, rho, progress)
 

@@ -25,8 +25,13 @@ class Progress:
         age: updates since the last estimate of curvature.
         look: whether the next step's ρ is looked at out of turn.
         noise: how much of the loss the averaged parameters save, a running mean.
+        slope: of the loss at the averaged parameters, towards the present ones and as a share of
+            it, a running mean over looks at which steps were carried on.
         judged: the update of the last look at the averaged parameters.
         boldness: what noise has left of the length of noisy steps, 1 for all of it.
+        fitted: the share of a batch's loss that its whole step would take away, a running mean.
+        carried: the share of what the averaged parameters moved by that the last update was
+            carried along by.
         surprise: how far the loss of a fresh batch is from that of the last one, in units of what
             a step was to change, a running mean; 0 where batches are all the same, ∞ where
             nothing is known of them.
@@ -53,8 +58,11 @@ class Progress:
     age: int = 0
     look: bool = False
     noise: float = 0.0
+    slope: float = 0.0
     judged: int = 0
     boldness: float = 1.0
+    fitted: float = 1.0
+    carried: float = 0.0
     surprise: float = math.inf
     promise: float = 0.0
     bend: float = 0.0
@@ -68,7 +76,7 @@ class Progress:
     def shown(self) -> dict[str, Any]:
         """What a user may want to see of it."""
         counts = ("refused", "skipped", "mended")
-        names = ("t", "tau", "gamma", "noise", "surprise", "boldness", *counts)
+        names = ("t", "tau", "gamma", "noise", "surprise", "boldness", "carried", *counts)
         return {name: getattr(self, name) for name in names}
 
     def as_dict(self) -> dict[str, Any]:

@@ -45,6 +45,10 @@ class Proposal:
         """f̂ − f at a multiple of the step."""
         return self.model.change(self.coefficients * lr)
 
+    def whole(self) -> Tensor:
+        """f − f̂ at the minimum along the direction, if there were no damping in f̂."""
+        return 0.5 * self.model.b[0].square() / (self.model.M[0, 0] * (1 - self.damped))
+
 
 def plain(
     gradient: Mapping[str, Tensor],

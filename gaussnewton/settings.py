@@ -101,6 +101,12 @@ class StepSize:
             ``Damping.anneal``); four fifths in the first ``Refresh.early`` updates. From the
             hundredth on down to a tenth of it where the averaged parameters save more than a
             fortieth of the loss (``diagnostics["boldness"]``).
+        carry: from the hundredth update on a step goes on by up to this share of what the averaged
+            parameters have just moved by (``diagnostics["carried"]``): what many steps have in
+            common goes further, and noise no more than the averages let through
+            (:mod:`gaussnewton.carrying`). Steps themselves get shorter, and averages reach back
+            less far. Nothing is carried where a batch's whole step would take most of its loss, as
+            that of a small batch would, and nothing beside ``momentum``. 0 never does.
         ask: the most updates between two looks at the quadratic model's curvature along the
             direction, each of which takes a product with the Jacobian. In between it is taken to
             be as many times what the blocks have there as it was at the last looks. There is one
@@ -122,6 +128,7 @@ class StepSize:
     favour: float = 0.25
     most: float = 1.0
     share: float = 0.4
+    carry: float = 0.7
     ask: int = 5
     growth: float = 0.1
     part: float = 0.25
@@ -129,7 +136,7 @@ class StepSize:
 
     def __post_init__(self) -> None:
         _check_counts(self, "ask")
-        _check_memories(self, "smooth", "memory")
+        _check_memories(self, "smooth", "memory", "carry")
 
     def interval(self, t: int) -> int:
         """Updates between two looks at the curvature along the direction, at update t."""
@@ -241,7 +248,9 @@ PAPER: dict[str, Any] = {
     "damping": Damping(
         gamma="search", growth=0.0, lower_above=0.75, raise_below=0.75, anneal=False
     ),
-    "step_size": StepSize(momentum=False, calibrate=False, smooth=0.0, share=1.0, ask=1, part=1.0),
+    "step_size": StepSize(
+        momentum=False, calibrate=False, smooth=0.0, share=1.0, carry=0.0, ask=1, part=1.0
+    ),
     "refresh": Refresh(
         curvature=1, growth=0.0, inverse=1, decay=0.9, longest=0.0, average=0.95, last=0.0
     ),

@@ -111,8 +111,8 @@ def test_skips_what_is_not_finite_and_gives_up_in_the_end() -> None:
 
 
 OF_NO_STEP = {
-    "loss", "t", "tau", "gamma", "noise", "surprise", "boldness", "refused", "skipped", "mended",
-    "seconds",
+    "loss", "t", "tau", "gamma", "noise", "surprise", "boldness", "carried", "refused", "skipped",
+    "mended", "seconds",
 }  # fmt: skip
 """What diagnostics say where no step was chosen."""
 
