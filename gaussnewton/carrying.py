@@ -40,7 +40,7 @@ def note_fitted(whole: float, before: float, progress: Progress) -> None:
         before: the loss.
         progress: where the running mean is.
     """
-    share = min(whole / before, 1.0) if before > 0 else 1.0
+    share = min(whole / before, 1.0) if before > 0 and not whole < 0 else 1.0
     if math.isfinite(share):
         progress.fitted = MEMORY * progress.fitted + (1 - MEMORY) * share
 
@@ -66,9 +66,16 @@ def share_carried(most: float, progress: Progress) -> float:
     return most * unfitted * calm * (1 - clearness(progress))
 
 
-def carry_nothing(progress: Progress) -> None:
-    """Stop, after an update that failed: until many of what follows are known to fit little."""
-    progress.fitted, progress.carried = 1.0, 0.0
+def takes_blame(progress: Progress) -> bool:
+    """Whether an update failed for what was carried; then nothing is, for a dozen updates at least.
+
+    Not if the last one that did is hardly longer ago: then there is too little damping.
+    """
+    to_blame = progress.carried > 0.1 and not 0 < progress.t - progress.blamed < 40
+    progress.blamed = progress.t if to_blame else progress.blamed
+    progress.fitted = 1.0 if progress.carried else progress.fitted
+    progress.carried = progress.slope = 0.0
+    return to_blame
 
 
 def shortened(share: float, carried: float) -> float:

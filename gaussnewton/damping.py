@@ -178,6 +178,8 @@ def note_slope(slope: float, passed: int, progress: Progress, settings: Damping)
         progress: where the running mean is.
         settings: how often there are looks at first.
     """
+    if not math.isfinite(slope):
+        return
     memory = _memory(passed, settings)
     progress.slope = memory * progress.slope + (1 - memory) * slope
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gaussnewton import damping as rules
-from gaussnewton.carrying import carry_nothing, shortened
+from gaussnewton.carrying import shortened, takes_blame
 from gaussnewton.gram import widened
 from gaussnewton.matrices import Matrices
 from gaussnewton.observer import Observation
@@ -25,8 +25,8 @@ class GuardedOptimizer(ObservingOptimizer):
 
     A step may fail in three ways: on its own batch, which the subclass sees; on the next batch,
     which is seen here; and slowly, by jumping about more than it gains, which is seen here too,
-    by the averaged parameters. After each τ rises. Steps that jump about too much get
-    shorter before that.
+    by the averaged parameters. After each τ rises, or nothing is carried on for a while. Steps
+    that jump about too much get shorter before that.
     """
 
     damping: Damping
@@ -53,6 +53,8 @@ class GuardedOptimizer(ObservingOptimizer):
         passed = min(progress.t - progress.judged, settings.interval(progress.t))
         if progress.carried:
             slope = self._slope(observations, float(averaged), float(before))
+            if abs(slope) <= 8 * self._resolution(observations, progress):  # three values' rounding
+                slope = 0.0
             rules.note_slope(slope / scale, passed, progress, settings)
         progress.judged = progress.t
         lost = rules.note_noise(saved / scale, passed, progress, settings)
@@ -72,6 +74,11 @@ class GuardedOptimizer(ObservingOptimizer):
         half_way = [torch.lerp(p.detach(), average, 0.5) for p, average in places]
         middle = float(self._evaluate_at(observations, half_way))
         return 4 * middle - 3 * averaged - present
+
+    def _average(self, observations: Sequence[Observation], progress: Progress) -> None:
+        super()._average(observations, progress)
+        if progress.carried and progress.last_after is not None:
+            progress.last_after = float(self._evaluate(observations))
 
     def _last_step_failed(
         self, observations: Sequence[Observation], before: float, t: int, progress: Progress
@@ -110,14 +117,13 @@ class GuardedOptimizer(ObservingOptimizer):
     def _refuse(self, progress: Progress) -> None:
         """More damping, a look at the next step, and nothing remembered of this one.
 
-        Where a step was carried on, that is what went too far, and damping stays as it is.
+        Where a step was carried on, that is what went too far: it is not carried on for a while,
+        and damping stays as it is.
         """
         progress.refused += 1
         progress.look = True
         progress.last_predicted = 0.0
-        if progress.carried:
-            carry_nothing(progress)
-        elif progress.tau:
+        if not takes_blame(progress) and progress.tau:
             rules.raise_after_refusal(progress, self.damping)
             self._damping_raised(progress)
         for p in self._parameters():

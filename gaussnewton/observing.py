@@ -123,7 +123,7 @@ class ObservingOptimizer(Optimizer):
             # In full precision, also where the loop's mixed precision reaches as far as here.
             with torch.autocast(before.device.type, enabled=False):
                 self.update(observations, gradient, before, progress)
-            self._average(progress)
+            self._average(observations, progress)
         elif not self.recover(observations, before, progress):
             self._skip(progress)
         self.param_groups[0]["progress"] = progress.as_dict()
@@ -257,19 +257,26 @@ class ObservingOptimizer(Optimizer):
     def _average_memory(self, t: int, carried: float) -> float:  # noqa: ARG002
         return MEMORY
 
-    def _average(self, progress: Progress) -> None:
+    def _average(self, observations: Sequence[Observation], progress: Progress) -> None:  # noqa: ARG002
         """Take the parameters into their averages, and carry them along where that is asked for."""
         t, memory = progress.t, self._average_memory(progress.t, progress.carried)
         for p in self._parameters():
-            average = self.state[p].setdefault("average", p.detach().clone())
-            carry_on(average, p, t, memory, self._carried(p, progress))
+            if "average" not in self.state[p]:
+                self.state[p]["average"] = p.detach().clone()
+            carry_on(self.state[p]["average"], p, t, memory, self._carried(p, progress))
 
     def _carried(self, p: nn.Parameter, progress: Progress) -> float:
-        """μ of a parameter: none without a gradient or a learning rate, like any momentum."""
-        return 0.0 if p.grad is None else progress.carried * min(self._setting(p, "lr"), 1.0)
+        """μ of a parameter: less where its learning rate is, none where it had no part."""
+        if p.grad is None or not p.requires_grad or not progress.carried:
+            return 0.0
+        return progress.carried * self._setting(p, "lr") / max(self._rates)
+
+    @property
+    def _rates(self) -> set[float]:
+        return {float(group["lr"]) for group in self.param_groups}
 
     def _leave_out_of_average(self, t: int, progress: Progress) -> None:
-        """Undo the average's last update, that of step t; learning rates are what they were."""
+        """Undo the average's last update, that of step t, with learning rates as they are now."""
         memory = self._average_memory(t, progress.carried)
         for p in self._parameters():
             state = self.state[p]

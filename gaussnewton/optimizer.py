@@ -141,8 +141,7 @@ class GaussNewton(CurvedOptimizer):
                 return
             if self._lost(observations, before, progress):
                 return
-        most = 0.0 if self.step_size.momentum else self.step_size.carry
-        progress.carried = share_carried(most, progress)
+        progress.carried = share_carried(self._most_carried(), progress)
         self._smooth(gradient, progress)
         with self._watch("curvature"):
             fresh = self._estimate(observations, progress)
@@ -278,6 +277,13 @@ class GaussNewton(CurvedOptimizer):
             self._many_layers = isinstance(passage, Network) and len(passage.trained) > most
         return self.step_size.calibrate and not self._many_layers
 
+    def _most_carried(self) -> float:
+        """The greatest μ: none where noise is not looked at, or averages are too coarse to move."""
+        coarse = any(p.dtype.itemsize < 4 for p in self._parameters())
+        if self.step_size.momentum or coarse or not self.damping.anneal or not self.refresh.average:
+            return 0.0
+        return self.step_size.carry * min(max(self._rates), 1.0)
+
     def _average_memory(self, t: int, carried: float) -> float:
         return window(memory_at(t, self.refresh.average, self.refresh.last), carried)
 
@@ -375,10 +381,6 @@ class GaussNewton(CurvedOptimizer):
             progress.last_after, progress.carried = None, 0.0
             self._refuse(progress)
         self._diagnose(proposal, before, predicted, actual, rho, progress)
-
-    @property
-    def _rates(self) -> set[float]:
-        return {float(group["lr"]) for group in self.param_groups}
 
     def _rho_is_due(self, progress: Progress) -> bool:
         return progress.look or progress.t % self.damping.interval(progress.t) == 0

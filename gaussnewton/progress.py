@@ -32,6 +32,7 @@ class Progress:
         fitted: the share of a batch's loss that its whole step would take away, a running mean.
         carried: the share of what the averaged parameters moved by that the last update was
             carried along by.
+        blamed: the last update that failed for what was carried; far in the past before any.
         surprise: how far the loss of a fresh batch is from that of the last one, in units of what
             a step was to change, a running mean; 0 where batches are all the same, ∞ where
             nothing is known of them.
@@ -63,6 +64,7 @@ class Progress:
     boldness: float = 1.0
     fitted: float = 1.0
     carried: float = 0.0
+    blamed: int = -1000
     surprise: float = math.inf
     promise: float = 0.0
     bend: float = 0.0

@@ -48,6 +48,8 @@ class Damping:
             present ones, and go back to them if they do far better; lower it only where they lag
             behind, batches are alike or damping is what makes steps short. Noisy steps get
             shorter where they save more than a fortieth of the loss, and longer again where less.
+            Where steps are carried on, averages hardly lag, and τ is lowered where the loss still
+            falls from them towards the present parameters.
             Without it, small batches are fitted ever more closely one by one. It costs a forward
             pass at each look at ρ.
         bounds: the least and greatest τ and γ, as multiples of the first τ.
@@ -106,7 +108,10 @@ class StepSize:
             common goes further, and noise no more than the averages let through
             (:mod:`gaussnewton.carrying`). Steps themselves get shorter, and averages reach back
             less far. Nothing is carried where a batch's whole step would take most of its loss, as
-            that of a small batch would, and nothing beside ``momentum``. 0 never does.
+            that of a small batch would, beside ``momentum``, without ``Damping.anneal``, or in half
+            precision; less where ``lr`` is less than 1. 0 never does. Whoever puts other weights
+            into the model on the way should make a new optimiser: what is carried is read off
+            where the parameters and their averages are.
         ask: the most updates between two looks at the quadratic model's curvature along the
             direction, each of which takes a product with the Jacobian. In between it is taken to
             be as many times what the blocks have there as it was at the last looks. There is one
@@ -136,7 +141,9 @@ class StepSize:
 
     def __post_init__(self) -> None:
         _check_counts(self, "ask")
-        _check_memories(self, "smooth", "memory", "carry")
+        _check_memories(self, "smooth", "memory")
+        if not 0 <= self.carry < 1:
+            raise ValueError(f"StepSize(carry={self.carry}) is a share: 0 or more, less than 1.")
 
     def interval(self, t: int) -> int:
         """Updates between two looks at the curvature along the direction, at update t."""
@@ -216,9 +223,10 @@ class Guard:
 
     Attributes:
         refuse: take back a step that raised the loss by more than ``tolerance`` times what
-            the quadratic model promised to lower it, and raise τ. This is looked at where ρ is,
-            and, with ``fresh_tolerance``, at the next batch if its loss is that much higher than
-            the last one's, or not finite.
+            the quadratic model promised to lower it, and raise τ, or carry nothing on for a
+            while if that was to blame. This is looked at where ρ is, and, with
+            ``fresh_tolerance``, at the next batch if its loss is that much higher than the last
+            one's, or not finite.
         tolerance: see above.
         fresh_tolerance: the same for a batch that the step was not made for, where some rise
             is only noise.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 
 import gaussnewton as gn
 from gaussnewton.averaging import carry_on, memory_at, without_last
-from gaussnewton.carrying import MEMORY, note_fitted, share_carried, window
-from gaussnewton.damping import adapt_tau
+from gaussnewton.carrying import MEMORY, note_fitted, share_carried, takes_blame, window
+from gaussnewton.damping import adapt_tau, note_slope
 from gaussnewton.progress import Progress
 from tests.problems import fit, network
 
@@ -91,12 +92,41 @@ def test_nothing_is_carried_at_the_start_or_where_batches_are_fitted(
     assert share_carried(0.8, Progress(t=t, fitted=fitted)) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("noise", "surprise", "expected"),
+    [
+        (0.05, math.inf, 0.8),
+        (0.075, math.inf, 0.4),  # averages save much: half-way to none
+        (0.1, math.inf, 0.0),
+        (-0.05, math.inf, 0.4),  # they lag behind
+        (-0.1, math.inf, 0.0),
+        (0.0, 0.1, 0.4),  # batches are nearly all the same
+        (0.0, 0.0, 0.0),
+    ],
+)
+def test_nothing_is_carried_where_averages_are_no_guide(
+    noise: float, surprise: float, expected: float
+) -> None:
+    progress = Progress(t=100, fitted=0.1, noise=noise, surprise=surprise)
+    assert share_carried(0.8, progress) == pytest.approx(expected)
+
+
+def test_an_update_fails_for_what_was_carried_only_now_and_then() -> None:
+    progress, found = Progress(), []
+    for t, carried in ((200, 0.0), (210, 0.05), (220, 0.5), (240, 0.5), (300, 0.5)):
+        progress.t, progress.carried, progress.fitted, progress.slope = t, carried, 0.2, -0.1
+        found.append(takes_blame(progress))
+        assert progress.carried == progress.slope == 0
+        assert progress.fitted == (1.0 if carried else 0.2)
+    assert found == [False, False, True, False, True]
+
+
 def test_what_steps_would_fit_is_a_running_mean_that_survives_odd_losses() -> None:
     progress = Progress()
     for _ in range(200):
         note_fitted(0.5, 2.0, progress)
     assert progress.fitted == pytest.approx(0.25, abs=1e-3)
-    for whole, loss in ((3.0, 2.0), (1.0, 0.0), (1.0, -5.0)):  # no more than all of it
+    for whole, loss in ((3.0, 2.0), (1.0, 0.0), (1.0, -5.0), (-1e12, 2.0), (math.inf, 2.0)):
         before = progress.fitted
         note_fitted(whole, loss, progress)
         assert progress.fitted == pytest.approx(MEMORY * before + 1 - MEMORY)
@@ -131,21 +161,53 @@ def test_an_update_is_its_step_and_what_is_carried(
     after_step = {}
     carry = optimizer._average
 
-    def noting(progress: Progress) -> None:
+    def noting(observations: Any, progress: Progress) -> None:
         after_step.update({n: p.detach().clone() for n, p in net.named_parameters()})
-        carry(progress)
+        carry(observations, progress)
 
     monkeypatch.setattr(optimizer, "_average", noting)
     start = {name: p.detach().clone() for name, p in net.named_parameters()}
     past = optimizer.averaged_parameters()
     fit(optimizer, x[100:200], y[100:200], 1)
     now = optimizer.averaged_parameters()
-    assert optimizer.diagnostics["carried"] == pytest.approx(0.7)
+    assert optimizer.diagnostics["carried"] == pytest.approx(0.7 * lr)
     for name, p in net.named_parameters():
         moved = p.detach() - after_step[name]
         torch.testing.assert_close(moved, 0.7 * lr * (now[name] - past[name]), rtol=1e-4, atol=1e-7)
         assert bool((moved != 0).any()) == bool(lr)
         assert torch.equal(p, start[name]) == (lr == 0)
+
+
+def test_a_group_with_a_lower_rate_is_carried_less() -> None:
+    net, x, y = regression()
+    groups = [
+        {"params": net.layers[0].parameters(), "lr": 0.8},
+        {"params": net.layers[1].parameters(), "lr": 0.2},
+    ]
+    optimizer = gn.GaussNewton(net, nn.MSELoss(), groups)
+    fit(optimizer, x[:100], y[:100], 3)
+    ready(optimizer)
+    fit(optimizer, x[100:200], y[100:200], 1)
+    assert optimizer.diagnostics["carried"] == pytest.approx(0.7 * 0.8)
+    progress = Progress(**optimizer.param_groups[0]["progress"])
+    found = [optimizer._carried(layer.weight, progress) for layer in net.layers]
+    assert found == pytest.approx([0.7 * 0.8, 0.7 * 0.2])
+    net.layers[0].weight.requires_grad_(False)  # its gradient is still there
+    assert optimizer._carried(net.layers[0].weight, progress) == 0
+
+
+@pytest.mark.parametrize("carry", [0.0, 0.7])
+def test_batches_that_become_all_the_same_are_recognised(carry: float) -> None:
+    """Whatever is carried does not count as a difference between them, and nothing is any more."""
+    net, x, y = regression()
+    optimizer = gn.GaussNewton(net, nn.MSELoss(), step_size=gn.StepSize(carry=carry))
+    fit(optimizer, x[:100], y[:100], 3)
+    ready(optimizer)
+    fit(optimizer, x, y, 1)
+    assert (optimizer.diagnostics["carried"] > 0) == (carry > 0)
+    fit(optimizer, x, y, 200)
+    assert optimizer.diagnostics["surprise"] < 0.02
+    assert optimizer.diagnostics["carried"] == pytest.approx(0, abs=0.05)
 
 
 def test_steps_are_shorter_where_more_is_carried() -> None:
@@ -207,9 +269,18 @@ def test_a_step_that_is_taken_back_takes_back_what_was_carried() -> None:
         torch.testing.assert_close(average, beta * past[name] + (1 - beta) * q)
 
 
-@pytest.mark.parametrize("settings", [gn.PAPER, {"step_size": gn.StepSize(momentum=True)}])
-def test_the_paper_and_momentum_carry_nothing(settings: dict) -> None:
-    net, x, y = regression()
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        (gn.PAPER, torch.float64),
+        ({"step_size": gn.StepSize(momentum=True)}, torch.float64),
+        ({"damping": gn.Damping(anneal=False)}, torch.float64),
+        ({"refresh": gn.Refresh(average=0.0, last=0.0)}, torch.float64),
+        ({}, torch.bfloat16),
+    ],
+)
+def test_where_nothing_is_carried(settings: dict, dtype: torch.dtype) -> None:
+    net, x, y = regression(dtype)
     optimizer = gn.GaussNewton(net, nn.MSELoss(), **settings)
     fit(optimizer, x, y, 3)
     ready(optimizer)
@@ -255,9 +326,10 @@ def test_a_run_saved_before_anything_was_carried_goes_on() -> None:
     optimizer = gn.GaussNewton(net, nn.MSELoss())
     fit(optimizer, x, y, 2)
     state = copy.deepcopy(optimizer.state_dict())
-    for name in ("carried", "fitted"):
+    for name in ("carried", "fitted", "slope", "blamed"):
         del state["param_groups"][0]["progress"][name]
     optimizer.load_state_dict(state)
+    optimizer.param_groups[0]["progress"] |= {"t": 200, "surprise": 1.0}
     fit(optimizer, x, y, 1)
     assert optimizer.diagnostics["carried"] == 0
 
@@ -278,7 +350,7 @@ def test_the_slope_at_the_averages_is_that_of_the_loss(dtype: torch.dtype) -> No
     model.load_state_dict(averages)
     gradient = torch.autograd.grad(criterion(model(x), y), list(model.parameters()))
     expected = sum(
-        float(((p - q) * g).sum())
+        float(((p - q) * g).sum().detach())
         for p, q, g in zip(present, averages.values(), gradient, strict=True)
     )
     optimizer.zero_grad()
@@ -290,6 +362,54 @@ def test_the_slope_at_the_averages_is_that_of_the_loss(dtype: torch.dtype) -> No
         found = optimizer._slope(observations, averaged, loss)
     assert found == pytest.approx(expected, rel=1e-9 if dtype == torch.float64 else 1e-3)
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), present, strict=True))
+
+
+@pytest.mark.parametrize("carried", [0.0, 0.5])
+def test_the_slope_is_looked_at_where_steps_are_carried_on(carried: float) -> None:
+    net, x, y = regression()
+    optimizer = gn.GaussNewton(net, nn.MSELoss())
+    fit(optimizer, x[:100], y[:100], 3)
+    with torch.no_grad():
+        for p in net.parameters():
+            optimizer.state[p]["average"] += 0.01 * torch.randn_like(p)
+    optimizer.param_groups[0]["progress"] |= {"t": 209, "judged": 195, "carried": carried}
+    last = optimizer.param_groups[0]["progress"]["last_predicted"]
+    with optimizer.averaged():
+        averages = copy.deepcopy(net)
+    loss = nn.functional.mse_loss(averages(x), y)
+    gradient = torch.autograd.grad(loss, list(averages.parameters()))
+    pairs = zip(net.parameters(), averages.parameters(), gradient, strict=True)
+    slope = sum(float(((p - q) * g).sum().detach()) for p, q, g in pairs)
+    scale = float(nn.functional.mse_loss(net(x), y).detach()) + abs(last)
+    fit(optimizer, x, y, 1)
+    expected = (1 - 0.7**3) * slope / scale if carried else 0.0  # fifteen updates later
+    found = optimizer.param_groups[0]["progress"]["slope"]
+    assert found == pytest.approx(expected, rel=0.02)
+    assert bool(found) == bool(carried)
+
+
+def test_a_slope_that_is_no_number_is_not_noted() -> None:
+    progress = Progress(slope=0.1)
+    for slope in (math.nan, math.inf):
+        note_slope(slope, 5, progress, gn.Damping())
+    assert progress.slope == 0.1
+
+
+def test_a_step_that_fails_on_its_own_batch_raises_damping_whatever_was_carried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net, x, y = regression()
+    optimizer = gn.GaussNewton(net, nn.MSELoss())
+    fit(optimizer, x[:100], y[:100], 3)
+    ready(optimizer)
+    optimizer.param_groups[0]["progress"]["look"] = True
+    tau = optimizer.diagnostics["tau"]
+    evaluate = optimizer._evaluate
+    monkeypatch.setattr(optimizer, "_evaluate", lambda seen: evaluate(seen) + 10)
+    fit(optimizer, x[100:200], y[100:200], 1)
+    assert optimizer.diagnostics["refused"] == 1
+    assert optimizer.diagnostics["tau"] > tau
+    assert optimizer.diagnostics["carried"] == 0
 
 
 def criterion_loss(optimizer: gn.GaussNewton, net: nn.Module, x: Tensor, y: Tensor) -> float:
