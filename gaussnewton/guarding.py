@@ -70,9 +70,13 @@ class GuardedOptimizer(ObservingOptimizer):
 
         It is that of the parabola through f there, here and half-way between.
         """
-        places = [(p, self.state[p].get("average", p)) for p in self._parameters()]
-        half_way = [torch.lerp(p.detach(), average, 0.5) for p, average in places]
-        middle = float(self._evaluate_at(observations, half_way))
+        start = self._snapshot()
+        try:
+            for p in self._parameters():
+                p.lerp_(self.state[p].get("average", p), 0.5)
+            middle = float(self._evaluate(observations))
+        finally:
+            self._restore(start)
         return 4 * middle - 3 * averaged - present
 
     def _average(self, observations: Sequence[Observation], progress: Progress) -> None:
@@ -140,9 +144,11 @@ class GuardedOptimizer(ObservingOptimizer):
                 start.copy_(p)
         return [self.state[p]["start"] for p in self._parameters()]
 
-    def _remember(self, before: float, predicted: float, progress: Progress) -> None:
+    def _remember(
+        self, before: float, predicted: float, doubtful: bool, progress: Progress
+    ) -> None:
         """What the next step wants to know of this one."""
-        progress.look = False
+        progress.look = doubtful
         progress.last_loss, progress.last_predicted = before, predicted
 
     def _start(self) -> list[Tensor] | None:

@@ -372,7 +372,8 @@ class GaussNewton(CurvedOptimizer):
         else:
             self._move(step)
         if kept:
-            self._remember(float(before), float(predicted), progress)
+            doubtful = self.guard.refuse and rho is not None and rho < rules.DOUBTFUL
+            self._remember(float(before), float(predicted), doubtful, progress)
             rules.note_promise(float(proposal.predicted()), progress)
             note_fitted(float(proposal.whole()), float(before), progress)
             for name, scale in proposal.scales.items():

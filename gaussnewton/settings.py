@@ -49,7 +49,7 @@ class Damping:
             behind, batches are alike or damping is what makes steps short. Noisy steps get
             shorter where they save more than a fortieth of the loss, and longer again where less.
             Where steps are carried on, averages hardly lag, and τ is lowered where the loss still
-            falls from them towards the present parameters.
+            falls from them towards the present parameters, the faster the steeper it does.
             Without it, small batches are fitted ever more closely one by one. It costs a forward
             pass at each look at ρ.
         bounds: the least and greatest τ and γ, as multiples of the first τ.
@@ -224,9 +224,9 @@ class Guard:
     Attributes:
         refuse: take back a step that raised the loss by more than ``tolerance`` times what
             the quadratic model promised to lower it, and raise τ, or carry nothing on for a
-            while if that was to blame. This is looked at where ρ is, and, with
-            ``fresh_tolerance``, at the next batch if its loss is that much higher than the last
-            one's, or not finite.
+            while if that was to blame. This is looked at where ρ is, once more after a step that
+            gained less than half of what was promised, and, with ``fresh_tolerance``, at the next
+            batch if its loss is that much higher than the last one's, or not finite.
         tolerance: see above.
         fresh_tolerance: the same for a batch that the step was not made for, where some rise
             is only noise.

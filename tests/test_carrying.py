@@ -439,6 +439,24 @@ def test_damping_falls_where_steps_lead_somewhere(
     assert progress.tau <= 1.0
 
 
+@pytest.mark.parametrize(
+    ("carried", "slope", "times"),
+    [(0.7, -0.01, 1.0), (0.7, -0.03, 3.0), (0.7, -0.5, 6.0), (0.0, -0.03, 1.0)],
+)
+def test_damping_falls_faster_the_steeper_it_is(carried: float, slope: float, times: float) -> None:
+    """ω_τ to a power; and no faster where nothing is carried, since an old slope says nothing."""
+    progress = Progress(t=200, tau=1.0, gamma=1.0, first_tau=1.0, surprise=1.0, noise=-0.01)
+    progress.carried, progress.slope = carried, 1.0001 * slope
+    adapt_tau(1.0, 0.01, progress, gn.Damping())
+    assert progress.tau == pytest.approx(0.95 ** (15 * times), rel=1e-3)
+
+
+def test_damping_rises_as_slowly_as_ever() -> None:
+    progress = Progress(t=200, tau=1.0, gamma=1.0, first_tau=1.0, carried=0.7, slope=-0.5)
+    adapt_tau(0.1, 0.01, progress, gn.Damping())
+    assert progress.tau == pytest.approx(0.95**-15)
+
+
 def test_an_update_that_failed_is_blamed_on_what_was_carried() -> None:
     """τ stays, and nothing is carried for a while; without it τ rises."""
     taus = {}
