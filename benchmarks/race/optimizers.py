@@ -75,6 +75,7 @@ FIRST_ORDER: dict[str, Callable[[nn.Module, float], list[Optimizer]]] = {
     "muon": _muon,
     "muon-halved": _muon,
     "soap": _soap,
+    "soap-halved": _soap,
     "shampoo": _shampoo,
 }  # fmt: skip
 

@@ -124,8 +124,12 @@ RUNNERS: dict[str, Entry] = {
         about="as Muon; by itself, because a short search cannot tell what is best in a long race",
     ),
     "soap": Entry(
-        "SOAP", "kflr", "first-order", "pytorch_optimizer", **SMALLER_GRID,
+        "SOAP", "kflr", "first-order", "pytorch_optimizer", rates=RATES, decays=(1.0,),
         about="eigenbases every 10 updates, no weight decay",
+    ),
+    "soap-halved": Entry(
+        "SOAP, rate halved", "kflr dashed", "first-order", "pytorch_optimizer", rates=RATES,
+        decays=(HALVED,), about="as SOAP; by itself for the same reason",
     ),
     "shampoo": Entry(
         "Shampoo", "sgd", "first-order", "pytorch_optimizer", **SMALLER_GRID,
