@@ -14,8 +14,8 @@ peak is that of a matrix product, measured in the same run. Curvature is estimat
 training goes on: the defaults' table is of updates 201 to 240, and the mean of the first 200, the
 dear first ones included, stands beside it. Multiplications and additions are counted by
 ``torch.profiler``, those of factorisations by their shapes. Memory is the most that torch has
-allocated at a time in the first twenty updates, less the most in as many of a loop without an
-optimiser.
+allocated at a time in the first 120 updates, the last of which are carried on, less the most in a
+loop without an optimiser.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from gaussnewton.experiments.data import mnist
 
 ENCODER = (784, 1000, 500, 250, 30)
 SIZES = (*ENCODER, *ENCODER[-2::-1])
+MEASURED = 120
 PHASES = "gaussnewton: "
 LOOP = "forward and backward"
 ALONE = "the same without an optimiser"
@@ -224,7 +225,7 @@ def memory(images: Images, settings: dict[str, Any]) -> dict[str, float]:
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         loop = Loop(images, settings, twin=False)
-        for _ in range(20):
+        for _ in range(MEASURED):
             loop.update()
     state = {id(t): t for s in loop.optimizer.state.values() for t in s.values() if _is(t)}
     inverses = {id(t): t for i in loop.optimizer._inverses.values() for t in vars(i).values()}

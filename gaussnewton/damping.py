@@ -36,9 +36,9 @@ DOWNHILL = -0.01
 """The same where steps are carried on, by the slope of the loss at the averaged parameters, towards
 the present ones: averages hardly lag behind there, but that slope is still free of noise."""
 
-FASTEST = 6.0
-"""The steeper it is downhill there, the faster τ falls, to so many times as fast: steps that all
-lead the same way are held back by damping alone."""
+STEEP, FASTEST = -0.025, 6.0
+"""Where that slope is steeper than the first, τ falls as its third power, to so many times as fast:
+steps that all lead the same way are held back by damping alone."""
 
 MOSTLY = 0.5
 """Where more of the quadratic model's curvature than this is damping, that makes steps short."""
@@ -55,9 +55,6 @@ is not believed."""
 MOVED = 1.5
 """Inverses serve on while γ has changed by no more than this factor. A direction hardly depends on
 it, and the quadratic model, which has τ itself, decides how far to go."""
-
-DOUBTFUL = 0.5
-"""A step that gained less than this of what it promised has the next one looked at too."""
 
 REFUSAL = 4
 """After a refused step τ rises by as much as in so many ordinary rises at the start."""
@@ -150,8 +147,8 @@ def _haste(progress: Progress) -> float:
 
     That is only looked at where steps are carried on, and even then mostly noise elsewhere.
     """
-    steep = progress.slope / DOWNHILL if progress.carried else 1.0
-    return min(max(steep, 1.0), FASTEST)
+    steep = progress.slope / STEEP if progress.carried else 1.0
+    return min(max(steep, 1.0) ** 3, FASTEST)
 
 
 def _may_fall(damped: float, progress: Progress, settings: Damping) -> bool:

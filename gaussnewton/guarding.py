@@ -144,11 +144,9 @@ class GuardedOptimizer(ObservingOptimizer):
                 start.copy_(p)
         return [self.state[p]["start"] for p in self._parameters()]
 
-    def _remember(
-        self, before: float, predicted: float, doubtful: bool, progress: Progress
-    ) -> None:
+    def _remember(self, before: float, predicted: float, progress: Progress) -> None:
         """What the next step wants to know of this one."""
-        progress.look = doubtful
+        progress.look = False
         progress.last_loss, progress.last_predicted = before, predicted
 
     def _start(self) -> list[Tensor] | None:

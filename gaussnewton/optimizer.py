@@ -372,8 +372,7 @@ class GaussNewton(CurvedOptimizer):
         else:
             self._move(step)
         if kept:
-            doubtful = self.guard.refuse and rho is not None and rho < rules.DOUBTFUL
-            self._remember(float(before), float(predicted), doubtful, progress)
+            self._remember(float(before), float(predicted), progress)
             rules.note_promise(float(proposal.predicted()), progress)
             note_fitted(float(proposal.whole()), float(before), progress)
             for name, scale in proposal.scales.items():

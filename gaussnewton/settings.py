@@ -224,9 +224,9 @@ class Guard:
     Attributes:
         refuse: take back a step that raised the loss by more than ``tolerance`` times what
             the quadratic model promised to lower it, and raise τ, or carry nothing on for a
-            while if that was to blame. This is looked at where ρ is, once more after a step that
-            gained less than half of what was promised, and, with ``fresh_tolerance``, at the next
-            batch if its loss is that much higher than the last one's, or not finite.
+            while if that was to blame. This is looked at where ρ is, and, with
+            ``fresh_tolerance``, at the next batch if its loss is that much higher than the last
+            one's, or not finite.
         tolerance: see above.
         fresh_tolerance: the same for a batch that the step was not made for, where some rise
             is only noise.
