@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from gaussnewton.gram import widened
 from gaussnewton.parameters import Group, Theta
+from gaussnewton.precision import widened
 
 
 class Gradient(Mapping[str, Tensor]):

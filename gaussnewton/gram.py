@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from gaussnewton.precision import widened
+
 # Panels narrower than this lose more to the multiplication's start than they save; measured
 # on CPU, where the product of 9000 × 1000 takes 0.7 of the time of a full multiplication.
 _PANEL = 200
@@ -80,8 +82,3 @@ def panels(n: int, d: int) -> Iterator[tuple[int, int]]:
     """Where the panels begin and end that the product of n rows is computed in."""
     count = max(1, round(d / _PANEL)) if n >= _ROWS else 1
     return pairwise(i * d // count for i in range(count + 1))
-
-
-def widened(tensor: Tensor) -> Tensor:
-    """The tensor in float32 where it is narrower, else as it is."""
-    return tensor.float() if torch.finfo(tensor.dtype).bits < 32 else tensor

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from gaussnewton import damping as rules
 from gaussnewton.carrying import shortened, takes_blame
-from gaussnewton.gram import widened
 from gaussnewton.matrices import Matrices
 from gaussnewton.observer import Observation
 from gaussnewton.observing import ObservingOptimizer
+from gaussnewton.precision import widened
 from gaussnewton.progress import Progress
 from gaussnewton.settings import Damping, Guard
 from gaussnewton.share import temper

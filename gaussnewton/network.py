@@ -21,9 +21,9 @@ from gaussnewton.again import Again, Outline, Repeat
 from gaussnewton.apart import keeps_apart
 from gaussnewton.chain import check_criterion
 from gaussnewton.errors import UnsupportedGraphError
-from gaussnewton.gram import widened
 from gaussnewton.layers.rule import MatrixRule, SmallRule
 from gaussnewton.parameters import Group
+from gaussnewton.precision import widened
 from gaussnewton.tape import LayerCall, Record
 from gaussnewton.uses import Bare
 

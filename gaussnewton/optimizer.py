@@ -19,12 +19,12 @@ from gaussnewton.errors import FactorisationError
 from gaussnewton.estimators import BlockHessian, Estimator, estimator_of
 from gaussnewton.estimators.base import check_largest
 from gaussnewton.gradients import Gradient
-from gaussnewton.gram import widened
 from gaussnewton.looking import expecting, look_is_due, looks_at
 from gaussnewton.matrices import Matrices, dot, inner
 from gaussnewton.network import Network
 from gaussnewton.observer import Observation
 from gaussnewton.parameters import Group
+from gaussnewton.precision import widened
 from gaussnewton.progress import Progress
 from gaussnewton.proposal import Gram, Proposal, calibrated, plain, squared
 from gaussnewton.scarcity import batches_wanted

@@ -18,9 +18,9 @@ from torch.autograd.graph import GradientEdge
 
 from gaussnewton.activations import REORDERS_NOTHING, RULES, Activation
 from gaussnewton.errors import UnsupportedGraphError
-from gaussnewton.gram import widened
 from gaussnewton.perdatum import PerDatum, Roots
 from gaussnewton.perdatum.dense import psd_root
+from gaussnewton.precision import widened
 from gaussnewton.probe import (
     datum_matrices,
     diagonal_of,

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gaussnewton.gram import widened
 from gaussnewton.parameters import Group
+from gaussnewton.precision import widened
 
 
 def smooth(

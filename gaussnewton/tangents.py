@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gaussnewton.again import Repeat
-from gaussnewton.gram import widened
 from gaussnewton.network import WORKSPACE
+from gaussnewton.precision import widened
 
 
 def push(

@@ -19,11 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from gaussnewton.compiled import eagerly
 from gaussnewton.errors import BatchError, RecordError
-from gaussnewton.gram import widened
 from gaussnewton.hooks import Hook
 from gaussnewton.layers.rule import LayerRule, MatrixRule, rule_for
 from gaussnewton.losses import Geometry, geometry_of
 from gaussnewton.parameters import Group, Theta
+from gaussnewton.precision import widened
 from gaussnewton.uses import BareRule, ParameterUses, Use
 
 

@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gaussnewton.gram import symmetric_product, widened
+from gaussnewton.gram import symmetric_product
+from gaussnewton.precision import widened
 
 VOCABULARY = 20_000
 """A factor that is wider than this is diagonal where there is a limit at all, as that of an

@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from gaussnewton.attention import attention
-from gaussnewton.gram import widened
 from gaussnewton.layers.rule import LayerRule, MatrixRule, SmallRule
 from gaussnewton.parameters import Group, Theta
+from gaussnewton.precision import widened
 from gaussnewton.recurrent import CELLS, RECURRENT, one_step, unrolled
 
 # By name: the same operation is a function of torch, a method, and an operator with two orders.

@@ -12,8 +12,8 @@ from gaussnewton.blocks import DenseBlock
 from gaussnewton.chain import Chain, Link
 from gaussnewton.errors import MemoryLimitError
 from gaussnewton.estimators.base import Estimator, Exactness
-from gaussnewton.gram import widened
 from gaussnewton.losses.autodiff import output_derivatives
+from gaussnewton.precision import widened
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gaussnewton.gram import widened
 from gaussnewton.layers.rule import SmallRule, register_layer
+from gaussnewton.precision import widened
 
 
 @register_layer(nn.PReLU)

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gaussnewton.gram import bordered_gram, gram, widened
+from gaussnewton.gram import bordered_gram, gram
 from gaussnewton.layers.rule import MatrixRule, register_layer
 from gaussnewton.layers.shifted import Lines, line_sums, shifted_gram
+from gaussnewton.precision import widened
 from gaussnewton.tiles import tiled_each
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d

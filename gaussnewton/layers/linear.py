@@ -6,9 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gaussnewton.gram import bordered_gram, gram, widened
+from gaussnewton.gram import bordered_gram, gram
 from gaussnewton.layers.rule import ChainRule, register_layer
 from gaussnewton.perdatum import PerDatum
+from gaussnewton.precision import widened
 from gaussnewton.tiles import tile_size, tiled_gram, tiled_product, times
 
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gaussnewton.gram import widened
 from gaussnewton.layers.rule import SmallRule, register_layer
+from gaussnewton.precision import widened
 
 BY_CHANNEL = (
     nn.BatchNorm1d,

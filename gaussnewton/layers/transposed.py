@@ -7,9 +7,9 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gaussnewton.gram import widened
 from gaussnewton.layers.convolution import patches
 from gaussnewton.layers.rule import MatrixRule, SmallRule, register_layer
+from gaussnewton.precision import widened
 
 Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 KINDS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -15,11 +15,11 @@ from gaussnewton.estimators.expected.layout import Layout
 from gaussnewton.estimators.expected.recursion import Expected
 from gaussnewton.estimators.shared import DENSE, factored_block
 from gaussnewton.estimators.sharing import Sharing, Sharings, check_names, sharing_of
-from gaussnewton.gram import widened
 from gaussnewton.layers import ConvolutionRule, LinearRule, NormalisationRule, TableRule
 from gaussnewton.layers.normalisation import BY_ENTRY, normalised
 from gaussnewton.network import Network, family
 from gaussnewton.parameters import Group
+from gaussnewton.precision import widened
 from gaussnewton.tape import LayerCall
 from gaussnewton.tiles import tiled_each
 

@@ -27,9 +27,9 @@ from gaussnewton.estimators.expected.layers import (
 from gaussnewton.estimators.expected.layout import Layout
 from gaussnewton.estimators.expected.moving import MovingStep
 from gaussnewton.estimators.expected.region import Place, Region, like, shape_of
-from gaussnewton.gram import widened
 from gaussnewton.layers import ConvolutionRule, LinearRule
 from gaussnewton.layers.normalisation import BY_CHANNEL
+from gaussnewton.precision import widened
 from gaussnewton.probe import diagonal_of, keeps_data_apart
 from gaussnewton.tape import LayerCall
 

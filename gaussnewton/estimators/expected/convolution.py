@@ -14,8 +14,8 @@ from gaussnewton.estimators.expected.frontier import Step
 from gaussnewton.estimators.expected.homogeneous import from_sums
 from gaussnewton.estimators.expected.layout import Layout
 from gaussnewton.estimators.expected.region import Place
-from gaussnewton.gram import widened
 from gaussnewton.layers.convolution import Convolution
+from gaussnewton.precision import widened
 
 
 class ConvolutionStep(Step):

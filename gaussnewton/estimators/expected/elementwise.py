@@ -12,7 +12,7 @@ from torch import Tensor
 from gaussnewton.estimators.expected.frontier import Step
 from gaussnewton.estimators.expected.homogeneous import from_sums
 from gaussnewton.estimators.expected.region import Place, Region
-from gaussnewton.gram import widened
+from gaussnewton.precision import widened
 
 
 class ElementwiseStep(Step):

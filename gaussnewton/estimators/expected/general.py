@@ -14,7 +14,7 @@ from gaussnewton.estimators.expected.frontier import Step
 from gaussnewton.estimators.expected.homogeneous import from_sums
 from gaussnewton.estimators.expected.layout import Layout
 from gaussnewton.estimators.expected.region import Place, Region, like, shape_of
-from gaussnewton.gram import widened
+from gaussnewton.precision import widened
 
 # How many numbers go back through a region at a time.
 _AT_ONCE = 2**24

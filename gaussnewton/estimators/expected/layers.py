@@ -14,8 +14,8 @@ from gaussnewton.estimators.expected.frontier import Step
 from gaussnewton.estimators.expected.general import GeneralStep, Sums
 from gaussnewton.estimators.expected.layout import Layout
 from gaussnewton.estimators.expected.region import Place, Region
-from gaussnewton.gram import widened
 from gaussnewton.layers.normalisation import BY_ENTRY, normalised
+from gaussnewton.precision import widened
 
 
 class MatrixStep(Step):
