@@ -18,6 +18,7 @@ from gaussnewton.foreseen import Foreseen, foreseen_blocks
 from gaussnewton.guarding import GuardedOptimizer
 from gaussnewton.observer import Observation
 from gaussnewton.passage import refuse_loose
+from gaussnewton.precision import bfloat16_pays, has_float64, too_narrow
 from gaussnewton.progress import Progress
 from gaussnewton.proposal import Shift
 from gaussnewton.running import blocks_of, careful_inverse, store, stored
@@ -57,7 +58,11 @@ class CurvedOptimizer(GuardedOptimizer):
             enough = batches_wanted(observations, self._limit)
             wanted = max(enough, batches_to_agree(progress.spread))
             memory = self.refresh.memory(progress.t, wanted)
-            for name, fresh in blocks_of(observations, self._chosen_estimator(observations[0])):
+            estimator = self._chosen_estimator(observations[0])
+            progress.wide = progress.wide or self._must_be_wide()
+            if progress.wide:
+                estimator = estimator.with_precision(torch.float64)
+            for name, fresh in blocks_of(observations, estimator):
                 store(self._layer_state(name), theta[name], fresh, memory)
         except NonFiniteError:  # the loss is finite, but something behind it is not
             progress.mended += 1
@@ -113,12 +118,38 @@ class CurvedOptimizer(GuardedOptimizer):
         for name, inverse in self._each_inverse(progress.gamma, progress):
             self._inverses[name] = inverse  # one by one, so that few are there twice
         progress.inverted_with = progress.gamma
+        kappa = max(inverse.condition for inverse in self._inverses.values())
+        progress.wide = progress.wide or self._must_be_wide(kappa)
 
     def _each_inverse(self, gamma: float, progress: Progress) -> Iterator[tuple[str, Inverse]]:
         """C̃⁻¹ with k = γ + η added to each block."""
         for name, block in self._blocks().items():
-            damping, last = gamma + self._eta(name), self._inverses.get(name)
-            yield name, careful_inverse(name, block, damping, self.inversion, last, progress)
+            damping, choices = gamma + self._eta(name), self._applied_in(name, progress)
+            last = self._inverses.get(name)
+            yield (
+                name,
+                careful_inverse(name, block, damping, self.inversion, choices, last, progress),
+            )
+
+    def _must_be_wide(self, kappa: float = 1.0) -> bool:
+        """Whether curvature is to be estimated and inverted in float64 from now on.
+
+        Args:
+            kappa: the greatest of the factors in use (:mod:`gaussnewton.precision`).
+        """
+        if not has_float64(next(self._parameters()).device):
+            return False
+        wanted = {"auto": too_narrow(kappa), "float32": False, "float64": True}
+        return wanted[self.refresh.precision]
+
+    def _applied_in(self, name: str, progress: Progress) -> list[torch.dtype]:
+        """The precisions in which a layer's inverse may be applied, the narrowest first."""
+        p = next(iter(self._observer.theta[name].parameters.values()))
+        if self.refresh.precision != "auto" or p.dtype == torch.float64:
+            return []
+        if progress.narrow is None and progress.written_out:  # a resumed run stays with it
+            progress.narrow = bfloat16_pays(p.device)
+        return [torch.bfloat16] * bool(progress.narrow) + [torch.float32]
 
     def _shift(self, tau: float) -> Shift:
         """What Ḡ gets on its diagonal: τ + η, by parameter in layers where η is not one number."""

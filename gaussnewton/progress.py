@@ -18,6 +18,8 @@ class Progress:
         first_tau: what the bounds of τ and γ are multiples of.
         inverted_with: γ of the inverses in use.
         written_out: whether they are multiplied out, or triangular factors.
+        wide: whether curvature is estimated and inverted in float64 by now.
+        narrow: whether inverses may be applied in bfloat16; None before the first that might be.
         skipped: steps skipped for numbers that were not finite.
         skipped_in_a_row: those since the last good step.
         refused: steps taken back.
@@ -52,6 +54,8 @@ class Progress:
     first_tau: float = 0.0
     inverted_with: float = 0.0
     written_out: bool = False
+    wide: bool = False
+    narrow: bool | None = None
     skipped: int = 0
     skipped_in_a_row: int = 0
     refused: int = 0
@@ -78,7 +82,7 @@ class Progress:
     def shown(self) -> dict[str, Any]:
         """What a user may want to see of it."""
         counts = ("refused", "skipped", "mended")
-        names = ("t", "tau", "gamma", "noise", "surprise", "boldness", "carried", *counts)
+        names = ("t", "tau", "gamma", "noise", "surprise", "boldness", "carried", "wide", *counts)
         return {name: getattr(self, name) for name in names}
 
     def as_dict(self) -> dict[str, Any]:

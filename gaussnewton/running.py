@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from gaussnewton.blocks import Block, Inverse, Inversion
 from gaussnewton.blocks.joining import NUMBERS, block_of, merged
 from gaussnewton.errors import FactorisationError
 from gaussnewton.estimators import Estimator
 from gaussnewton.observer import Observation
 from gaussnewton.parameters import Group
+from gaussnewton.precision import has_float64
 from gaussnewton.progress import Progress
 
 
@@ -50,6 +53,11 @@ def stored(state: dict[str, Any], group: Group) -> Block | None:
     return block_of(state, group.rows, group.columns)
 
 
+SHARES = (1e-12, 1e-9, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1)
+"""Of its mean eigenvalue, what each factor of a block gets at least where factorising it failed:
+rounding has made it indefinite by about so much."""
+
+
 def store(state: dict[str, Any], group: Group, fresh: Block, decay: float) -> None:
     """Average a fresh block into the running one, which is a plain mean at first.
 
@@ -62,6 +70,8 @@ def store(state: dict[str, Any], group: Group, fresh: Block, decay: float) -> No
         decay: the weight of the past, once there is enough of it.
     """
     past, count = stored(state, group), 1
+    if past is not None:
+        past, fresh = in_one_precision(past, fresh)
     if past is not None and not bool(fresh.trace()):
         return
     if past is not None and _alike(past, fresh) and bool(past.trace()):
@@ -70,6 +80,15 @@ def store(state: dict[str, Any], group: Group, fresh: Block, decay: float) -> No
     for key in NUMBERS & state.keys():
         del state[key]
     state.update(fresh.numbers(), estimates=count)
+
+
+def in_one_precision(past: Block, fresh: Block) -> tuple[Block, Block]:
+    """Both in the wider one's."""
+    dtypes = [next(iter(block.numbers().values())).dtype for block in (past, fresh)]
+    if dtypes[0] == dtypes[1]:
+        return past, fresh
+    wide = torch.promote_types(*dtypes)
+    return past.to(wide), fresh.to(wide)
 
 
 def _alike(past: Block, fresh: Block) -> bool:
@@ -85,23 +104,39 @@ def careful_inverse(
     block: Block,
     damping: float,
     inversion: Inversion,
+    choices: Sequence[torch.dtype],
     last: Inverse | None,
     progress: Progress,
 ) -> Inverse:
-    """A damped inverse; where factorising fails, a more careful one, or the last one.
+    """A damped inverse; where factorising fails, one in float64, or of a block with more damping.
+
+    Where nothing helps, the last one.
 
     Each failure is counted in ``progress.mended``. It is multiplied out if
     ``progress.written_out`` says so.
+
+    Args:
+        name: of the layer.
+        block: to be inverted.
+        damping: k.
+        inversion: how k is added.
+        choices: in which precisions the inverse may be applied.
+        last: the inverse before, if there is one.
+        progress: where failures are counted.
     """
-    for wide, amount in ((False, 1), (False, 10), (True, 10), (True, 1000)):
+    wide = has_float64(next(iter(block.numbers().values())).device)
+    for share in (0.0, *SHARES):
+        mended = block.double() if share and wide else block
+        k = max(damping, share**2 * float(block.trace()) / (block.rows * block.columns))
         try:
-            inverse = (block.double() if wide else block).invert(amount * damping, inversion)
-            return inverse.multiplied_out() if progress.written_out else inverse
+            inverse = mended.invert(k, inversion)
         except (FactorisationError, RuntimeError):  # torch's LinAlgError is one
             progress.mended += 1
+        else:
+            return inverse.multiplied_out(choices) if progress.written_out else inverse
     if last is not None:
         return last
     raise FactorisationError(
-        f"the curvature of layer '{name}' could not be inverted, not even in float64 with a "
-        f"thousand times the damping {damping:.3g}. Look at what enters the layer."
+        f"the curvature of layer '{name}' could not be inverted, not even with {SHARES[-1]} of its "
+        f"mean eigenvalue added to damping {damping:.3g}. Look at what enters the layer."
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+Precision = Literal["auto", "float32", "float64"]
 
 
 def _check_counts(settings: object, *names: str) -> None:
@@ -172,6 +174,14 @@ class Refresh:
             lag more behind. The paper has 0.95.
         last: later they are the mean over about this share of all updates so far. 0 keeps to
             ``average``.
+        precision: of curvature. "auto" estimates and inverts it in float32, or the model's own
+            dtype if that is wider, and from where damping has become too small for that on, in
+            float64, if the device has it (``diagnostics["wide"]``): directions of little curvature
+            are the rounding's otherwise, and they may be what is left to be learnt. Inverses are
+            applied in the narrowest precision that is enough for them, bfloat16 included where
+            that is much faster. "float32" and "float64" do all of it in these, or in the model's
+            own dtype if that is wider. What is measured of steps is in the model's dtype
+            in any case.
     """
 
     curvature: int = 5
@@ -182,9 +192,14 @@ class Refresh:
     longest: float | None = None
     average: float = 0.9
     last: float = 0.1
+    precision: Precision = "auto"
 
     def __post_init__(self) -> None:
         _check_counts(self, "curvature", "inverse")
+        if self.precision not in get_args(Precision):
+            raise ValueError(
+                f"Refresh(precision={self.precision!r}) is 'auto', 'float32' or 'float64'."
+            )
         _check_memories(self, "decay", "average", *(["longest"] if self.longest else []))
 
     def interval(self, t: int) -> int:
@@ -260,7 +275,14 @@ PAPER: dict[str, Any] = {
         momentum=False, calibrate=False, smooth=0.0, share=1.0, carry=0.0, ask=1, part=1.0
     ),
     "refresh": Refresh(
-        curvature=1, growth=0.0, inverse=1, decay=0.9, longest=0.0, average=0.95, last=0.0
+        curvature=1,
+        growth=0.0,
+        inverse=1,
+        decay=0.9,
+        longest=0.0,
+        average=0.95,
+        last=0.0,
+        precision="float32",
     ),
     "guard": Guard(refuse=False),
     "largest": None,

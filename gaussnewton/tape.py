@@ -23,7 +23,7 @@ from gaussnewton.hooks import Hook
 from gaussnewton.layers.rule import LayerRule, MatrixRule, rule_for
 from gaussnewton.losses import Geometry, geometry_of
 from gaussnewton.parameters import Group, Theta
-from gaussnewton.precision import widened
+from gaussnewton.precision import single
 from gaussnewton.uses import BareRule, ParameterUses, Use
 
 
@@ -88,7 +88,7 @@ class Record:
     @property
     def wide(self) -> tuple[Tensor, Any]:
         """Outputs without their graph, and targets, in one dtype of float32 or wider."""
-        outputs = widened(self.outputs.detach())
+        outputs = single(self.outputs.detach())
         return outputs, _cast(self.targets, outputs.dtype)
 
 

@@ -112,7 +112,7 @@ def test_skips_what_is_not_finite_and_gives_up_in_the_end() -> None:
 
 OF_NO_STEP = {
     "loss", "t", "tau", "gamma", "noise", "surprise", "boldness", "carried", "refused", "skipped",
-    "mended", "seconds",
+    "mended", "wide", "seconds",
 }  # fmt: skip
 """What diagnostics say where no step was chosen."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -31,9 +31,23 @@ class Inverse(ABC):
     def sample(self, generator: torch.Generator | None = None) -> Float[Tensor, "rows columns"]:
         """A draw from the Gaussian of covariance (C + k I)⁻¹."""
 
-    def multiplied_out(self) -> Inverse:
-        """The same in the form that solves fastest, where making it pays off after a few solves."""
+    def multiplied_out(self, choices: Sequence[torch.dtype] = ()) -> Inverse:
+        """The same in the form that solves fastest, where making it pays off after a few solves.
+
+        Args:
+            choices: in which precisions it may be applied where they are precise enough, the
+                first one that is; in its own otherwise.
+        """
+        del choices
         return self
+
+    @property
+    def condition(self) -> float:
+        """κ of the factor that rounding does most harm to (:mod:`gaussnewton.precision`).
+
+        1, that of the identity, where it is not looked at.
+        """
+        return 1.0
 
 
 class Block(ABC):
@@ -77,7 +91,11 @@ class Block(ABC):
 
     def double(self) -> Block:
         """C in float64."""
-        return self.with_numbers({key: part.double() for key, part in self.numbers().items()})
+        return self.to(torch.float64)
+
+    def to(self, dtype: torch.dtype) -> Block:
+        """C in another precision."""
+        return self.with_numbers({key: part.to(dtype) for key, part in self.numbers().items()})
 
     @abstractmethod
     def average(self, newer: Any, decay: float) -> Block:

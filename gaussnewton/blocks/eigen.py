@@ -121,9 +121,6 @@ class EigenBlock(Block):
     def with_numbers(self, numbers: Mapping[str, Tensor]) -> EigenBlock:
         return EigenBlock(**{key: numbers[key] for key in ("Q", "G", "U_Q", "U_G", "values")})
 
-    def double(self) -> EigenBlock:
-        return self.with_numbers({key: part.double() for key, part in self.numbers().items()})
-
     def average(self, newer: EigenBlock, decay: float) -> EigenBlock:
         """The averages of Q and G give the basis, in which both blocks' diagonals are averaged."""
         Q, G = newer.Q.lerp(self.Q, decay), newer.G.lerp(self.G, decay)

@@ -82,8 +82,8 @@ class GroupedBlock(Block):
         each = [part.numbers() for part in self.parts]
         return {key: torch.stack([numbers[key] for numbers in each]) for key in each[0]}
 
-    def double(self) -> GroupedBlock:
-        return GroupedBlock(tuple(part.double() for part in self.parts))
+    def to(self, dtype: torch.dtype) -> GroupedBlock:
+        return GroupedBlock(tuple(part.to(dtype) for part in self.parts))  # type: ignore[misc]
 
     def with_numbers(self, numbers: Mapping[str, Tensor]) -> GroupedBlock:
         return GroupedBlock(
@@ -135,6 +135,13 @@ class GroupedInverse(Inverse):
     def solve(self, V: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
         pieces = zip(self.parts, V.split(list(self.sizes)), strict=True)
         return torch.cat([part.solve(piece) for part, piece in pieces])
+
+    def multiplied_out(self, choices: Sequence[torch.dtype] = ()) -> GroupedInverse:
+        return GroupedInverse(tuple(p.multiplied_out(choices) for p in self.parts), self.sizes)
+
+    @property
+    def condition(self) -> float:
+        return max(part.condition for part in self.parts)
 
     def logdet(self) -> Float[Tensor, ""]:
         return torch.stack([part.logdet() for part in self.parts]).sum()

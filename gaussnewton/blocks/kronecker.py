@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gaussnewton.blocks.base import Block, Inverse, Inversion, cholesky
 from gaussnewton.errors import FactorisationError
+from gaussnewton.precision import condition, fitted, widened
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,9 +96,6 @@ class KroneckerBlock(Block):
     def with_numbers(self, numbers: Mapping[str, Tensor]) -> KroneckerBlock:
         return KroneckerBlock(numbers["Q"], numbers["G"])
 
-    def double(self) -> KroneckerBlock:
-        return KroneckerBlock(self.Q.double(), self.G.double())
-
     def average(self, newer: KroneckerBlock, decay: float) -> KroneckerBlock:
         return KroneckerBlock(
             newer.Q.lerp(self.Q, decay),
@@ -144,8 +142,14 @@ class FactoredInverse(Inverse):
         rows, columns = self.L_G.shape[0], self.L_Q.shape[0]
         return 2 * (rows * _log_diagonal(self.L_Q) + columns * _log_diagonal(self.L_G))
 
-    def multiplied_out(self) -> MultipliedInverse:
-        return MultipliedInverse(torch.cholesky_inverse(self.L_Q), torch.cholesky_inverse(self.L_G))
+    def multiplied_out(self, choices: Sequence[torch.dtype] = ()) -> MultipliedInverse:
+        inverses = [torch.cholesky_inverse(L) for L in (self.L_Q, self.L_G)]
+        kappas = [
+            condition(L.square().sum() / len(L), inverse)
+            for L, inverse in zip((self.L_Q, self.L_G), inverses, strict=True)
+        ]
+        Q, G = (fitted(M, kappa, choices) for M, kappa in zip(inverses, kappas, strict=True))
+        return MultipliedInverse(Q, G, max(kappas))
 
     def sample(self, generator: torch.Generator | None = None) -> Float[Tensor, "rows columns"]:
         Z = _noise(self.L_G, self.L_Q, generator)
@@ -155,21 +159,31 @@ class FactoredInverse(Inverse):
 
 @dataclass(frozen=True, eq=False)
 class MultipliedInverse(Inverse):
-    """A Kronecker product of two inverses written out: faster to apply than triangular solves."""
+    """A Kronecker product of two inverses written out: faster to apply than triangular solves.
+
+    Each is applied in its own precision.
+    """
 
     Q_inverse: Float[Tensor, "columns columns"]
     G_inverse: Float[Tensor, "rows rows"]
+    kappa: float = 1.0
 
     def solve(self, V: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
-        return self.G_inverse @ V.to(self.G_inverse.dtype) @ self.Q_inverse
+        half = self.G_inverse @ V.to(self.G_inverse.dtype)
+        return widened(half.to(self.Q_inverse.dtype) @ self.Q_inverse)
+
+    @property
+    def condition(self) -> float:
+        return self.kappa
 
     def logdet(self) -> Float[Tensor, ""]:
-        rows, columns = self.G_inverse.shape[0], self.Q_inverse.shape[0]
-        return -(rows * self.Q_inverse.logdet() + columns * self.G_inverse.logdet())
+        Q, G = widened(self.Q_inverse), widened(self.G_inverse)
+        return -(G.shape[0] * Q.logdet() + Q.shape[0] * G.logdet())
 
     def sample(self, generator: torch.Generator | None = None) -> Float[Tensor, "rows columns"]:
+        dtype = torch.promote_types(widened(self.Q_inverse).dtype, widened(self.G_inverse).dtype)
         L_Q, L_G = (
-            cholesky(part, "the inverse of a damped factor")
+            cholesky(part.to(dtype), "the inverse of a damped factor")
             for part in (self.Q_inverse, self.G_inverse)
         )
         return L_G @ _noise(L_G, L_Q, generator) @ L_Q.T

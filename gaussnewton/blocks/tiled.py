@@ -102,9 +102,6 @@ class TiledBlock(Block):
     def with_numbers(self, numbers: Mapping[str, Tensor]) -> TiledBlock:
         return TiledBlock(numbers["Q"], numbers["G"])
 
-    def double(self) -> TiledBlock:
-        return TiledBlock(self.Q.double(), self.G.double())
-
     def average(self, newer: TiledBlock, decay: float) -> TiledBlock:
         return TiledBlock(newer.Q.lerp(self.Q, decay), newer.G.lerp(self.G, decay))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -17,6 +17,7 @@ from gaussnewton.errors import NonFiniteError, UnsupportedGraphError
 from gaussnewton.estimators.eigenvalues import Eigenvalues
 from gaussnewton.network import Network
 from gaussnewton.passage import Passage, passage_of
+from gaussnewton.precision import factors_in
 from gaussnewton.tape import Record
 
 Exactness = Literal["G", "recursion", "block", "sampled"]
@@ -30,13 +31,22 @@ class Estimator(ABC):
     promise: ClassVar[Exactness]
     eigenvalues: Eigenvalues = "factored"
     largest: int | None = None
+    precision: torch.dtype = torch.float32
+
+    def with_precision(self, precision: torch.dtype) -> Estimator:
+        """The same with factors in this precision or wider; a wider one of its own stays."""
+        wider = torch.promote_types(precision, self.precision)
+        return self if wider == self.precision else self._with("precision", wider)
 
     def with_largest(self, largest: int | None) -> Estimator:
         """The same with a limit on the width of factors; a lower one of its own stays."""
         if largest is None or (self.largest is not None and self.largest <= largest):
             return self
+        return self._with("largest", largest)
+
+    def _with(self, setting: str, value: Any) -> Estimator:
         result = copy.copy(self)
-        object.__setattr__(result, "largest", largest)  # some are frozen
+        object.__setattr__(result, setting, value)  # some are frozen
         return result
 
     def __call__(self, record: Record, passage: Passage | None = None) -> Mapping[str, Block]:
@@ -53,7 +63,8 @@ class Estimator(ABC):
         """The same one by one, in any order, so that whoever uses them needs not hold them all."""
         remaining = self._estimated(passage)
         while True:
-            with torch.autocast(passage.record.outputs.device.type, enabled=False):
+            autocast = torch.autocast(passage.record.outputs.device.type, enabled=False)
+            with autocast, factors_in(self.precision):
                 pair = next(remaining, None)
             if pair is None:
                 return

@@ -18,6 +18,7 @@ from gaussnewton.estimators.shared import shared_blocks
 from gaussnewton.estimators.sharing import Sharings, check_sharing
 from gaussnewton.network import Network
 from gaussnewton.perdatum import Roots
+from gaussnewton.precision import check_precision, widened
 from gaussnewton.tape import Record
 
 
@@ -41,6 +42,7 @@ class KFAC(Estimator):
         sharing: as there.
         eigenvalues: as there, with the same draws as the factors.
         largest: as there.
+        precision: as there.
 
     Example:
         >>> import torch, gaussnewton as gn
@@ -62,6 +64,7 @@ class KFAC(Estimator):
         sharing: Sharings = "expand",
         eigenvalues: Eigenvalues = "factored",
         largest: int | None = None,
+        precision: torch.dtype = torch.float32,
     ) -> None:
         if samples < 1:
             raise ValueError(f"KFAC needs at least one sample for each datum, not {samples}")
@@ -72,12 +75,15 @@ class KFAC(Estimator):
         self.eigenvalues: Eigenvalues = eigenvalues
         check_largest(largest)
         self.largest = largest
+        check_precision(precision)
+        self.precision = precision
         self._generator: torch.Generator | None = None
 
     def __repr__(self) -> str:
         return (
             f"KFAC(samples={self.samples}, seed={self.seed}, workspace={self.workspace}, "
-            f"sharing={self.sharing!r}, eigenvalues={self.eigenvalues!r}, largest={self.largest})"
+            f"sharing={self.sharing!r}, eigenvalues={self.eigenvalues!r}, largest={self.largest}, "
+            f"precision={self.precision})"
         )
 
     def generator(self, device: torch.device) -> torch.Generator:
@@ -113,4 +119,4 @@ class KFAC(Estimator):
     def _scores(self, record: Record) -> Float[Tensor, "n s d"]:
         outputs, targets = record.wide
         generator = self.generator(outputs.device)
-        return record.geometry.sample(outputs, targets, self.samples, generator)
+        return widened(record.geometry.sample(outputs, targets, self.samples, generator))

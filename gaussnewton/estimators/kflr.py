@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from gaussnewton.blocks import Block
 from gaussnewton.chain import Chain
 from gaussnewton.estimators.base import Estimator, Exactness, check_largest
@@ -14,6 +16,7 @@ from gaussnewton.estimators.eigenvalues import Eigenvalues, check_eigenvalues
 from gaussnewton.estimators.shared import shared_blocks
 from gaussnewton.estimators.sharing import Sharings, check_sharing
 from gaussnewton.network import Network
+from gaussnewton.precision import check_precision
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,9 @@ class KFLR(Estimator):
         largest: factors wider than this are cut to tiles on their diagonal, at most so wide, which
             makes a :class:`~gaussnewton.TiledBlock`; None for no limit. What lies outside of
             the tiles is not computed.
+        precision: ``torch.float32`` or ``torch.float64``, in which factors are computed and kept
+            where the model's own is narrower. Float32 is too narrow for solves with hardly any
+            damping where activations are nearly dependent.
 
     Example:
         >>> import torch, gaussnewton as gn
@@ -56,6 +62,7 @@ class KFLR(Estimator):
     sharing: Sharings = "expand"
     eigenvalues: Eigenvalues = "factored"
     largest: int | None = None
+    precision: torch.dtype = torch.float32
 
     promise: ClassVar[Exactness] = "G"
 
@@ -63,14 +70,15 @@ class KFLR(Estimator):
         check_eigenvalues(self.eigenvalues)
         check_sharing(self.sharing)
         check_largest(self.largest)
+        check_precision(self.precision)
 
     def estimate(self, chain: Chain) -> Mapping[str, Block]:
-        start = chain.record.geometry.hessian(*chain.record.wide)
+        start = chain.record.geometry.hessian(*chain.record.wide).widened()
         return chain_blocks(chain, start, self.workspace, self.eigenvalues, self.largest)
 
     def estimate_network(self, network: Network) -> dict[str, Block]:
         network.refuse_mixed("KFLR")
-        roots = network.record.geometry.hessian(*network.record.wide).roots().rows
+        roots = network.record.geometry.hessian(*network.record.wide).widened().roots().rows
         roots = network.by_datum(roots)
         return shared_blocks(
             network, roots, self.sharing, self.workspace, self.eigenvalues, largest=self.largest

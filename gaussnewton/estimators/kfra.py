@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from gaussnewton.blocks import Block
 from gaussnewton.chain import Chain
 from gaussnewton.estimators.base import (
@@ -19,6 +21,7 @@ from gaussnewton.estimators.expected.blocks import expected_blocks, refuse_unkno
 from gaussnewton.estimators.expected.recursion import expected_matrices
 from gaussnewton.estimators.sharing import Sharings, check_sharing
 from gaussnewton.network import Network
+from gaussnewton.precision import check_precision
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class KFRA(Estimator):
             alone, so that it costs d² times the limit and not d³; the layers before a wide one then
             miss what its tiles had in common. In a network it goes on from whole matrices, and
             the blocks are cut.
+        precision: as in :class:`~gaussnewton.KFLR`.
 
     Example:
         >>> import torch, gaussnewton as gn
@@ -61,6 +65,7 @@ class KFRA(Estimator):
     whole: int = 0
     eigenvalues: Eigenvalues = "factored"
     largest: int | None = None
+    precision: torch.dtype = torch.float32
 
     promise: ClassVar[Exactness] = "recursion"
 
@@ -68,6 +73,7 @@ class KFRA(Estimator):
         check_eigenvalues(self.eigenvalues)
         check_sharing(self.sharing)
         check_largest(self.largest)
+        check_precision(self.precision)
         if self.eigenvalues == "corrected":
             raise ValueError(
                 "KFRA has no corrected eigenvalues: it sends one expected matrix back, and they "
@@ -77,7 +83,8 @@ class KFRA(Estimator):
 
     def estimate(self, chain: Chain) -> Iterator[tuple[str, Block]]:
         """Ĝ_λ from the last layer to the first, each joined with its Q on the way."""
-        matrix = chain.record.geometry.hessian(*chain.record.wide).tiled_total(self.largest)
+        start = chain.record.geometry.hessian(*chain.record.wide).widened()
+        matrix = start.tiled_total(self.largest)
         for link in chain:
             matrix = link.segment.pull_expected(matrix, self.largest)
             if link.trained:

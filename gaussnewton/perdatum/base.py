@@ -56,6 +56,10 @@ class PerDatum(ABC):
     def select(self, part: slice) -> PerDatum:
         """The matrices of some of the data."""
 
+    @abstractmethod
+    def widened(self) -> PerDatum:
+        """The same matrices in the precision of factors."""
+
     @property
     @abstractmethod
     def rank(self) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gaussnewton.perdatum.base import PerDatum
 from gaussnewton.perdatum.roots import Roots
+from gaussnewton.precision import widened
 
 
 class Dense(PerDatum):
@@ -38,6 +39,9 @@ class Dense(PerDatum):
 
     def roots(self) -> Roots:
         return Roots(psd_root(self.matrices))
+
+    def widened(self) -> Dense:
+        return Dense(widened(self.matrices))
 
     def select(self, part: slice) -> Dense:
         return Dense(self.matrices[part].clone())

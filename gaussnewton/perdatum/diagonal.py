@@ -9,6 +9,7 @@ from torch import Tensor
 from gaussnewton.perdatum.base import PerDatum
 from gaussnewton.perdatum.roots import Roots
 from gaussnewton.perdatum.shared import Shared
+from gaussnewton.precision import widened
 from gaussnewton.tiles import tiled_diagonal
 
 
@@ -52,6 +53,9 @@ class Diagonal(PerDatum):
     def roots(self) -> Roots:
         rows = torch.diag_embed(self.values.sqrt())
         return Roots(rows.expand(self.data, -1, -1).contiguous())
+
+    def widened(self) -> Diagonal:
+        return Diagonal(widened(self.values), self.data)
 
     def select(self, part: slice) -> Diagonal:
         data = len(range(*part.indices(self.data)))

@@ -6,6 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gaussnewton.perdatum.base import PerDatum, Pullback
+from gaussnewton.precision import widened
 from gaussnewton.tiles import tiled_gram
 
 
@@ -46,6 +47,9 @@ class Roots(PerDatum):
 
     def roots(self) -> Roots:
         return self
+
+    def widened(self) -> Roots:
+        return Roots(widened(self.rows))
 
     def select(self, part: slice) -> Roots:
         return Roots(self.rows[part].clone())

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gaussnewton.perdatum.base import PerDatum
 from gaussnewton.perdatum.roots import Roots
+from gaussnewton.precision import widened
 from gaussnewton.tiles import tiled_gram
 
 
@@ -52,6 +53,11 @@ class Shared(PerDatum):
         if self.slope is None:
             return Roots(self.rows.expand(self.data, -1, -1).contiguous())
         return Roots(self.rows * self.slope.unsqueeze(1))
+
+    def widened(self) -> Shared:
+        return Shared(
+            widened(self.rows), self.data, None if self.slope is None else widened(self.slope)
+        )
 
     def select(self, part: slice) -> Shared:
         data = len(range(*part.indices(self.data)))

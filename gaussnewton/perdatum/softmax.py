@@ -9,6 +9,7 @@ from torch import Tensor
 from gaussnewton.gram import gram
 from gaussnewton.perdatum.base import PerDatum
 from gaussnewton.perdatum.roots import Roots
+from gaussnewton.precision import widened
 from gaussnewton.tiles import tiled_diagonal, tiled_gram
 
 
@@ -75,6 +76,9 @@ class Softmax(PerDatum):
             return Roots(rows.squeeze(1))
         spread = torch.diag_embed(rows.movedim(1, -1))  # n (c-1) c s s
         return Roots(spread.movedim(2, 3).reshape(self.data, -1, self.width))
+
+    def widened(self) -> Softmax:
+        return Softmax(widened(self.p), widened(self.w))
 
     def select(self, part: slice) -> Softmax:
         return Softmax(self.p[part], self.w[part])

@@ -63,7 +63,7 @@ def expected_matrices(network: Network, whole: int = 0) -> list[tuple[LayerCall,
     graph = Graph(network, whole)
     frontier = Frontier(graph.layouts)
     if graph.outputs in graph.layouts:
-        start = record.geometry.hessian(*record.wide).total()
+        start = record.geometry.hessian(*record.wide).widened().total()
         layout = graph.layouts[graph.outputs]
         sums = layout.summed(start), layout.summed_pairs(start)
         P = layout.positions
