@@ -25,6 +25,9 @@ CALM, ROUGH = 0.05, 0.1
 """Shares of the loss that the averaged parameters save: up to the first all is carried that may be,
 from the second on nothing."""
 
+FORESEEN = 70
+"""From this update on it is looked at where averages lead, if steps are to be carried on soon."""
+
 MEMORY = 0.95
 """Of the running mean of that share, by update."""
 
@@ -45,11 +48,12 @@ def note_fitted(whole: float, before: float, progress: Progress) -> None:
         progress.fitted = MEMORY * progress.fitted + (1 - MEMORY) * share
 
 
-def share_carried(most: float, progress: Progress) -> float:
+def share_carried(most: float, progress: Progress, since: int = SETTLED) -> float:
     """μ of this update.
 
     Args:
         most: the greatest μ.
+        since: nothing is carried before this update.
         progress: where training is. At the start, and wherever the loss falls so fast that averages
             lag far behind, what they moved by is of a past that is no guide.
 
@@ -59,7 +63,7 @@ def share_carried(most: float, progress: Progress) -> float:
         >>> [round(share_carried(0.8, Progress(t=200, fitted=p)), 2) for p in (0.1, 0.45, 0.9)]
         [0.8, 0.4, 0.0]
     """
-    if progress.t < SETTLED:
+    if progress.t < since:
         return 0.0
     unfitted = min(max((MUCH - progress.fitted) / (MUCH - LITTLE), 0.0), 1.0)
     calm = min(max((ROUGH - progress.noise) / (ROUGH - CALM), 0.0), 1.0)

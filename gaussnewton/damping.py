@@ -147,8 +147,7 @@ def _haste(progress: Progress) -> float:
 
     That is only looked at where steps are carried on, and even then mostly noise elsewhere.
     """
-    steep = progress.slope / STEEP if progress.carried else 1.0
-    return min(max(steep, 1.0) ** 3, FASTEST)
+    return min(max(progress.slope / STEEP, 1.0) ** 3, FASTEST)
 
 
 def _may_fall(damped: float, progress: Progress, settings: Damping) -> bool:

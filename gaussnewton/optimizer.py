@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gaussnewton import damping as rules
 from gaussnewton.averaging import memory_at
 from gaussnewton.blocks import Inverse, Inversion
-from gaussnewton.carrying import note_fitted, share_carried, shortened, window
+from gaussnewton.carrying import FORESEEN, note_fitted, share_carried, shortened, window
 from gaussnewton.curved import CurvedOptimizer
 from gaussnewton.errors import FactorisationError
 from gaussnewton.estimators import BlockHessian, Estimator, estimator_of
@@ -283,6 +283,9 @@ class GaussNewton(CurvedOptimizer):
         if self.step_size.momentum or coarse or not self.damping.anneal or not self.refresh.average:
             return 0.0
         return self.step_size.carry * min(max(self._rates), 1.0)
+
+    def _follows(self, progress: Progress) -> bool:
+        return share_carried(self._most_carried(), progress, since=FORESEEN) > 0
 
     def _average_memory(self, t: int, carried: float) -> float:
         return window(memory_at(t, self.refresh.average, self.refresh.last), carried)

@@ -364,15 +364,29 @@ def test_the_slope_at_the_averages_is_that_of_the_loss(dtype: torch.dtype) -> No
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), present, strict=True))
 
 
-@pytest.mark.parametrize("carried", [0.0, 0.5])
-def test_the_slope_is_looked_at_where_steps_are_carried_on(carried: float) -> None:
+@pytest.mark.parametrize(
+    ("t", "fitted", "carry", "looks"),
+    [
+        (209, 0.1, 0.7, True),
+        (209, 0.9, 0.7, False),  # batches are fitted one by one
+        (209, 0.1, 0.0, False),  # it is asked for that nothing be carried
+        (79, 0.1, 0.7, True),  # soon something will be
+        (59, 0.1, 0.7, False),
+    ],
+)
+def test_the_slope_is_looked_at_where_steps_are_carried_on(
+    t: int, fitted: float, carry: float, looks: bool
+) -> None:
     net, x, y = regression()
-    optimizer = gn.GaussNewton(net, nn.MSELoss())
+    step_size = gn.StepSize(carry=carry)
+    optimizer = gn.GaussNewton(net, nn.MSELoss(), step_size=step_size)
     fit(optimizer, x[:100], y[:100], 3)
     with torch.no_grad():
         for p in net.parameters():
             optimizer.state[p]["average"] += 0.01 * torch.randn_like(p)
-    optimizer.param_groups[0]["progress"] |= {"t": 209, "judged": 195, "carried": carried}
+    interval = gn.Damping().interval(t + 1)
+    progress = {"t": t, "judged": t + 1 - interval, "fitted": fitted, "surprise": 1.0, "slope": 0.5}
+    optimizer.param_groups[0]["progress"] |= progress
     last = optimizer.param_groups[0]["progress"]["last_predicted"]
     with optimizer.averaged():
         averages = copy.deepcopy(net)
@@ -382,10 +396,11 @@ def test_the_slope_is_looked_at_where_steps_are_carried_on(carried: float) -> No
     slope = sum(float(((p - q) * g).sum().detach()) for p, q, g in pairs)
     scale = float(nn.functional.mse_loss(net(x), y).detach()) + abs(last)
     fit(optimizer, x, y, 1)
-    expected = (1 - 0.7**3) * slope / scale if carried else 0.0  # fifteen updates later
+    past = 0.7 ** (interval / 5)
+    expected = past * 0.5 + (1 - past) * slope / scale if looks else 0.0
     found = optimizer.param_groups[0]["progress"]["slope"]
     assert found == pytest.approx(expected, rel=0.02)
-    assert bool(found) == bool(carried)
+    assert bool(found) == looks
 
 
 def test_a_slope_that_is_no_number_is_not_noted() -> None:
@@ -441,10 +456,10 @@ def test_damping_falls_where_steps_lead_somewhere(
 
 @pytest.mark.parametrize(
     ("carried", "slope", "times"),
-    [(0.7, -0.0249, 1.0), (0.7, -0.0375, 1.5**3), (0.7, -0.5, 6.0), (0.0, -0.0375, 1.0)],
+    [(0.7, -0.0249, 1.0), (0.7, -0.0375, 1.5**3), (0.7, -0.5, 6.0), (0.0, -0.0375, 1.5**3)],
 )
 def test_damping_falls_faster_the_steeper_it_is(carried: float, slope: float, times: float) -> None:
-    """ω_τ to a power; and no faster where nothing is carried, since an old slope says nothing."""
+    """ω_τ to a power, also where nothing is carried yet."""
     progress = Progress(t=200, tau=1.0, gamma=1.0, first_tau=1.0, surprise=1.0, noise=-0.01)
     progress.carried, progress.slope = carried, slope
     adapt_tau(1.0, 0.01, progress, gn.Damping())
