@@ -26,7 +26,7 @@ CALM, ROUGH = 0.05, 0.1
 from the second on nothing."""
 
 FORESEEN = 70
-"""From this update on it is looked at where averages lead, if steps are to be carried on soon."""
+"""From this update on it is looked at where averages lead, where steps are to be carried on."""
 
 MEMORY = 0.95
 """Of the running mean of that share, by update."""
@@ -48,26 +48,34 @@ def note_fitted(whole: float, before: float, progress: Progress) -> None:
         progress.fitted = MEMORY * progress.fitted + (1 - MEMORY) * share
 
 
-def share_carried(most: float, progress: Progress, since: int = SETTLED) -> float:
-    """μ of this update.
+def followed(progress: Progress) -> float:
+    """How far averages may be followed, from 0 to 1: with so much of the greatest μ.
 
-    Args:
-        most: the greatest μ.
-        since: nothing is carried before this update.
-        progress: where training is. At the start, and wherever the loss falls so fast that averages
-            lag far behind, what they moved by is of a past that is no guide.
+    At the start, and wherever the loss falls so fast that averages lag far behind, what they moved
+    by is of a past that is no guide.
 
     Example:
-        >>> from gaussnewton.carrying import share_carried
+        >>> from gaussnewton.carrying import followed
         >>> from gaussnewton.progress import Progress
-        >>> [round(share_carried(0.8, Progress(t=200, fitted=p)), 2) for p in (0.1, 0.45, 0.9)]
-        [0.8, 0.4, 0.0]
+        >>> [round(followed(Progress(t=200, fitted=share)), 2) for share in (0.1, 0.45, 0.9)]
+        [1.0, 0.5, 0.0]
     """
-    if progress.t < since:
+    if progress.t < FORESEEN:
         return 0.0
     unfitted = min(max((MUCH - progress.fitted) / (MUCH - LITTLE), 0.0), 1.0)
     calm = min(max((ROUGH - progress.noise) / (ROUGH - CALM), 0.0), 1.0)
-    return most * unfitted * calm * (1 - clearness(progress))
+    return unfitted * calm * (1 - clearness(progress))
+
+
+def note_followed(most: float, progress: Progress) -> None:
+    """Whether averages are followed in this update, and its μ.
+
+    Args:
+        most: the greatest μ.
+        progress: where training is.
+    """
+    progress.followed = followed(progress) if most else 0.0
+    progress.carried = most * progress.followed if progress.t >= SETTLED else 0.0
 
 
 def takes_blame(progress: Progress) -> bool:
@@ -78,7 +86,7 @@ def takes_blame(progress: Progress) -> bool:
     to_blame = progress.carried > 0.1 and not 0 < progress.t - progress.blamed < 40
     progress.blamed = progress.t if to_blame else progress.blamed
     progress.fitted = 1.0 if progress.carried else progress.fitted
-    progress.carried = progress.slope = 0.0
+    progress.carried = progress.followed = progress.slope = 0.0
     return to_blame
 
 

@@ -36,6 +36,9 @@ DOWNHILL = -0.01
 """The same where steps are carried on, by the slope of the loss at the averaged parameters, towards
 the present ones: averages hardly lag behind there, but that slope is still free of noise."""
 
+TRUSTED = 0.5
+"""That slope decides where averages are followed so far at least, or will be soon."""
+
 STEEP, FASTEST = -0.025, 6.0
 """Where that slope is steeper than the first, τ falls as its third power, to so many times as fast:
 steps that all lead the same way are held back by damping alone."""
@@ -145,9 +148,10 @@ def adapt_tau(rho: float, damped: float, progress: Progress, settings: Damping) 
 def _haste(progress: Progress) -> float:
     """How many times as fast as usual τ falls: by the slope at the averaged parameters.
 
-    That is only looked at where steps are carried on, and even then mostly noise elsewhere.
+    Where batches are small that is noise, by which τ would fall to nothing.
     """
-    return min(max(progress.slope / STEEP, 1.0) ** 3, FASTEST)
+    trusted = progress.slope if progress.followed > TRUSTED else 0.0
+    return min(max(trusted / STEEP, 1.0) ** 3, FASTEST)
 
 
 def _may_fall(damped: float, progress: Progress, settings: Damping) -> bool:
@@ -159,7 +163,8 @@ def _may_fall(damped: float, progress: Progress, settings: Damping) -> bool:
     lenient = not settings.anneal or progress.surprise < ALIKE or damped > MOSTLY
     if lenient:
         return progress.noise < QUIET
-    return progress.slope < DOWNHILL if progress.carried else progress.noise < LAGGING
+    follows = progress.followed > TRUSTED
+    return progress.slope < DOWNHILL if follows else progress.noise < LAGGING
 
 
 def note_noise(saved: float, passed: int, progress: Progress, settings: Damping) -> bool:

@@ -51,7 +51,7 @@ class GuardedOptimizer(ObservingOptimizer):
             saved = 0.0
         scale = abs(float(before)) + abs(progress.last_predicted)
         passed = min(progress.t - progress.judged, settings.interval(progress.t))
-        if self._follows(progress):
+        if progress.followed:
             slope = self._slope(observations, float(averaged), float(before))
             if abs(slope) <= 8 * self._resolution(observations, progress):  # three values' rounding
                 slope = 0.0
@@ -66,10 +66,6 @@ class GuardedOptimizer(ObservingOptimizer):
         self._restore([self.state[p].get("average", p) for p in self._parameters()])
         self._refuse(progress)
         return True
-
-    def _follows(self, progress: Progress) -> bool:
-        """Whether steps go on, or will, where the averaged parameters go."""
-        return bool(progress.carried)
 
     def _slope(self, observations: Sequence[Observation], averaged: float, present: float) -> float:
         """The slope of f at the averaged parameters, towards the present ones.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gaussnewton import damping as rules
 from gaussnewton.averaging import memory_at
 from gaussnewton.blocks import Inverse, Inversion
-from gaussnewton.carrying import FORESEEN, note_fitted, share_carried, shortened, window
+from gaussnewton.carrying import note_fitted, note_followed, shortened, window
 from gaussnewton.curved import CurvedOptimizer
 from gaussnewton.errors import FactorisationError
 from gaussnewton.estimators import BlockHessian, Estimator, estimator_of
@@ -141,7 +141,7 @@ class GaussNewton(CurvedOptimizer):
                 return
             if self._lost(observations, before, progress):
                 return
-        progress.carried = share_carried(self._most_carried(), progress)
+        note_followed(self._most_carried(), progress)
         self._smooth(gradient, progress)
         with self._watch("curvature"):
             fresh = self._estimate(observations, progress)
@@ -151,23 +151,27 @@ class GaussNewton(CurvedOptimizer):
         with self._watch("inversion"):
             self._invert_if_due(fresh, progress)
         with self._watch("step size"):
-            proposal = self._choose(observations, gradient, progress)
+            proposal = self._choose(observations, gradient, before, progress)
         with self._watch("damping"):
             self._take(observations, gradient, proposal, before, progress)
 
     # Direction and step size
 
     def _choose(
-        self, observations: Sequence[Observation], gradient: Gradient, progress: Progress
+        self,
+        observations: Sequence[Observation],
+        gradient: Gradient,
+        before: Tensor,
+        progress: Progress,
     ) -> Proposal:
         """The step to take, with the best γ of three where that is due (appendix B.3)."""
         search = self.damping.gamma == "search" and progress.t % self.damping.gamma_interval == 0
         if not search:
-            return self._propose(observations, gradient, self._inverses, progress)
+            return self._propose(observations, gradient, before, self._inverses, progress)
         tried, progress.written_out = [], False
         for gamma in rules.gamma_candidates(progress, self.damping):
             inverses = dict(self._each_inverse(gamma, progress))
-            proposal = self._propose(observations, gradient, inverses, progress)
+            proposal = self._propose(observations, gradient, before, inverses, progress)
             tried.append((float(proposal.predicted()), gamma, inverses, proposal))
         _, progress.gamma, self._inverses, proposal = min(tried, key=lambda part: part[0])
         progress.inverted_with = progress.gamma
@@ -177,6 +181,7 @@ class GaussNewton(CurvedOptimizer):
         self,
         observations: Sequence[Observation],
         gradient: Gradient,
+        before: Tensor,
         inverses: dict[str, Inverse],
         progress: Progress,
     ) -> Proposal:
@@ -194,13 +199,16 @@ class GaussNewton(CurvedOptimizer):
         previous = self._previous() if self.step_size.momentum else None
         shift = self._shift(progress.tau)
         sizes, believed = self.step_size, rules.believed(progress)
+        there_is = self._there_is(observations, float(before))
         noisy = shortened(sizes.share, progress.carried)
         share = share_of_step(noisy, self.refresh.early, progress, self.damping)
         looks = looks_at(observations, sizes)
         if scales or not calibrate:
             looks = self._expecting(observations, looks, gradient, scales, progress)
             most = sizes.most if scales else math.inf
-            return plain(gradient, direction, previous, looks, shift, share, most, believed)
+            return plain(
+                gradient, direction, previous, looks, shift, share, most, believed, there_is
+            )
         return calibrated(
             gradient,
             direction,
@@ -213,6 +221,7 @@ class GaussNewton(CurvedOptimizer):
             share,
             sizes.favour,
             believed,
+            there_is,
         )
 
     def _expecting(
@@ -241,6 +250,15 @@ class GaussNewton(CurvedOptimizer):
 
         due = self._rho_is_due(progress) or look_is_due(observations, self.step_size, progress)
         return expecting(looks, of_blocks, due, progress)
+
+    def _there_is(self, observations: Sequence[Observation], before: float) -> float:
+        """The greatest fall that there can be: all of a loss that is never below zero.
+
+        Where outputs are sure of something wrong, a cross-entropy has hardly any curvature, and its
+        quadratic model promises many times more than that.
+        """
+        known = all(observation.record.geometry.nonnegative for observation in observations)
+        return before if known and before > 0 and self.guard.refuse else math.inf
 
     def _known_scales(self) -> dict[str, Tensor]:
         """Each layer's scale, where all of them are known."""
@@ -283,9 +301,6 @@ class GaussNewton(CurvedOptimizer):
         if self.step_size.momentum or coarse or not self.damping.anneal or not self.refresh.average:
             return 0.0
         return self.step_size.carry * min(max(self._rates), 1.0)
-
-    def _follows(self, progress: Progress) -> bool:
-        return share_carried(self._most_carried(), progress, since=FORESEEN) > 0
 
     def _average_memory(self, t: int, carried: float) -> float:
         return window(memory_at(t, self.refresh.average, self.refresh.last), carried)
@@ -336,7 +351,7 @@ class GaussNewton(CurvedOptimizer):
         for tau in candidates:
             rules.start(tau, progress)
             inverses = dict(self._each_inverse(tau, progress))
-            proposal = self._propose(observations, gradient, inverses, progress)
+            proposal = self._propose(observations, gradient, before, inverses, progress)
             fall = float(before - self._evaluate_after(observations, proposal.update))
             falls[tau] = fall if math.isfinite(fall) else -math.inf
             if rules.past_the_best(falls):

@@ -32,6 +32,7 @@ class Progress:
         judged: the update of the last look at the averaged parameters.
         boldness: what noise has left of the length of noisy steps, 1 for all of it.
         fitted: the share of a batch's loss that its whole step would take away, a running mean.
+        followed: from 0 to 1, how far it is trusted where averages lead.
         carried: the share of what the averaged parameters moved by that the last update was
             carried along by.
         blamed: the last update that failed for what was carried; far in the past before any.
@@ -67,6 +68,7 @@ class Progress:
     judged: int = 0
     boldness: float = 1.0
     fitted: float = 1.0
+    followed: float = 0.0
     carried: float = 0.0
     blamed: int = -1000
     surprise: float = math.inf

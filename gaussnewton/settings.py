@@ -241,7 +241,8 @@ class Guard:
             the quadratic model promised to lower it, and raise τ, or carry nothing on for a
             while if that was to blame. This is looked at where ρ is, and, with
             ``fresh_tolerance``, at the next batch if its loss is that much higher than the last
-            one's, or not finite.
+            one's, or not finite. And no step promises a greater fall than there is of a loss that
+            is known never to be below zero, as a cross-entropy or a squared error.
         tolerance: see above.
         fresh_tolerance: the same for a batch that the step was not made for, where some rise
             is only noise.

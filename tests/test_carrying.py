@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gaussnewton as gn
 from gaussnewton.averaging import carry_on, memory_at, without_last
-from gaussnewton.carrying import MEMORY, note_fitted, share_carried, takes_blame, window
+from gaussnewton.carrying import MEMORY, note_fitted, note_followed, takes_blame, window
 from gaussnewton.damping import adapt_tau, note_slope
 from gaussnewton.progress import Progress
 from tests.problems import fit, network
@@ -89,7 +89,21 @@ def test_averages_reach_back_less_far_where_more_is_carried() -> None:
 def test_nothing_is_carried_at_the_start_or_where_batches_are_fitted(
     t: int, fitted: float, expected: float
 ) -> None:
-    assert share_carried(0.8, Progress(t=t, fitted=fitted)) == pytest.approx(expected)
+    progress = Progress(t=t, fitted=fitted)
+    note_followed(0.8, progress)
+    assert progress.carried == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("t", "most", "expected"), [(69, 0.8, 0.0), (70, 0.8, 0.5), (200, 0.1, 0.5), (200, 0.0, 0.0)]
+)
+def test_averages_are_followed_before_anything_is_carried(
+    t: int, most: float, expected: float
+) -> None:
+    progress = Progress(t=t, fitted=0.45)
+    note_followed(most, progress)
+    assert progress.followed == pytest.approx(expected)
+    assert progress.carried == pytest.approx(most * expected if t == 200 else 0.0)
 
 
 @pytest.mark.parametrize(
@@ -108,15 +122,17 @@ def test_nothing_is_carried_where_averages_are_no_guide(
     noise: float, surprise: float, expected: float
 ) -> None:
     progress = Progress(t=100, fitted=0.1, noise=noise, surprise=surprise)
-    assert share_carried(0.8, progress) == pytest.approx(expected)
+    note_followed(0.8, progress)
+    assert progress.carried == pytest.approx(expected)
 
 
 def test_an_update_fails_for_what_was_carried_only_now_and_then() -> None:
     progress, found = Progress(), []
     for t, carried in ((200, 0.0), (210, 0.05), (220, 0.5), (240, 0.5), (300, 0.5)):
         progress.t, progress.carried, progress.fitted, progress.slope = t, carried, 0.2, -0.1
+        progress.followed = carried
         found.append(takes_blame(progress))
-        assert progress.carried == progress.slope == 0
+        assert progress.carried == progress.followed == progress.slope == 0
         assert progress.fitted == (1.0 if carried else 0.2)
     assert found == [False, False, True, False, True]
 
@@ -364,28 +380,16 @@ def test_the_slope_at_the_averages_is_that_of_the_loss(dtype: torch.dtype) -> No
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), present, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("t", "fitted", "carry", "looks"),
-    [
-        (209, 0.1, 0.7, True),
-        (209, 0.9, 0.7, False),  # batches are fitted one by one
-        (209, 0.1, 0.0, False),  # it is asked for that nothing be carried
-        (79, 0.1, 0.7, True),  # soon something will be
-        (59, 0.1, 0.7, False),
-    ],
-)
-def test_the_slope_is_looked_at_where_steps_are_carried_on(
-    t: int, fitted: float, carry: float, looks: bool
-) -> None:
+@pytest.mark.parametrize(("t", "followed"), [(209, 1.0), (209, 0.1), (79, 1.0), (209, 0.0)])
+def test_the_slope_is_looked_at_where_averages_are_followed(t: int, followed: float) -> None:
     net, x, y = regression()
-    step_size = gn.StepSize(carry=carry)
-    optimizer = gn.GaussNewton(net, nn.MSELoss(), step_size=step_size)
+    optimizer = gn.GaussNewton(net, nn.MSELoss())
     fit(optimizer, x[:100], y[:100], 3)
     with torch.no_grad():
         for p in net.parameters():
             optimizer.state[p]["average"] += 0.01 * torch.randn_like(p)
     interval = gn.Damping().interval(t + 1)
-    progress = {"t": t, "judged": t + 1 - interval, "fitted": fitted, "surprise": 1.0, "slope": 0.5}
+    progress = {"t": t, "judged": t + 1 - interval, "followed": followed, "slope": 0.5}
     optimizer.param_groups[0]["progress"] |= progress
     last = optimizer.param_groups[0]["progress"]["last_predicted"]
     with optimizer.averaged():
@@ -397,10 +401,10 @@ def test_the_slope_is_looked_at_where_steps_are_carried_on(
     scale = float(nn.functional.mse_loss(net(x), y).detach()) + abs(last)
     fit(optimizer, x, y, 1)
     past = 0.7 ** (interval / 5)
-    expected = past * 0.5 + (1 - past) * slope / scale if looks else 0.0
+    expected = past * 0.5 + (1 - past) * slope / scale if followed else 0.0
     found = optimizer.param_groups[0]["progress"]["slope"]
     assert found == pytest.approx(expected, rel=0.02)
-    assert bool(found) == looks
+    assert bool(found) == bool(followed)
 
 
 def test_a_slope_that_is_no_number_is_not_noted() -> None:
@@ -436,32 +440,35 @@ def criterion_loss(optimizer: gn.GaussNewton, net: nn.Module, x: Tensor, y: Tens
 
 
 @pytest.mark.parametrize(
-    ("carried", "noise", "slope", "falls"),
+    ("followed", "noise", "slope", "falls"),
     [
         (0.0, -0.01, 0.0, True),  # averages lag behind
-        (0.0, 0.01, -0.05, False),  # an old slope says nothing where nothing is carried
+        (0.4, -0.01, 0.0, True),
+        (0.4, 0.01, -0.05, False),  # small batches' slope says nothing
         (0.7, 0.01, -0.05, True),  # they would
         (0.7, -0.01, 0.0, False),
     ],
 )
 def test_damping_falls_where_steps_lead_somewhere(
-    carried: float, noise: float, slope: float, falls: bool
+    followed: float, noise: float, slope: float, falls: bool
 ) -> None:
     progress = Progress(t=200, tau=1.0, gamma=1.0, first_tau=1.0, surprise=1.0)
-    progress.carried, progress.noise, progress.slope = carried, noise, slope
+    progress.followed, progress.noise, progress.slope = followed, noise, slope
     adapt_tau(1.0, 0.01, progress, gn.Damping())
     assert (progress.tau < 1.0) == falls
     assert progress.tau <= 1.0
 
 
 @pytest.mark.parametrize(
-    ("carried", "slope", "times"),
-    [(0.7, -0.0249, 1.0), (0.7, -0.0375, 1.5**3), (0.7, -0.5, 6.0), (0.0, -0.0375, 1.5**3)],
+    ("followed", "slope", "times"),
+    [(0.7, -0.0249, 1.0), (0.7, -0.0375, 1.5**3), (0.7, -0.5, 6.0), (0.4, -0.0375, 1.0)],
 )
-def test_damping_falls_faster_the_steeper_it_is(carried: float, slope: float, times: float) -> None:
-    """ω_τ to a power, also where nothing is carried yet."""
+def test_damping_falls_faster_the_steeper_it_is(
+    followed: float, slope: float, times: float
+) -> None:
+    """ω_τ to a power; and no faster where batches are too small to tell."""
     progress = Progress(t=200, tau=1.0, gamma=1.0, first_tau=1.0, surprise=1.0, noise=-0.01)
-    progress.carried, progress.slope = carried, slope
+    progress.followed, progress.slope = followed, slope
     adapt_tau(1.0, 0.01, progress, gn.Damping())
     assert progress.tau == pytest.approx(0.95 ** (15 * times))
 

@@ -4,9 +4,12 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import gaussnewton as gn
+from gaussnewton.losses import geometry_of
 from gaussnewton.proposal import Gram, Proposal, calibrated, own_scales, plain
+from tests.problems import fit
 
 SHAPES = {"first": (3, 4), "second": (2, 4), "third": (1, 3)}
 SHIFT = {"first": 0.3, "second": 0.3, "third": torch.rand(1, 3).double() + 0.1}
@@ -149,3 +152,42 @@ def test_a_part_of_the_batch_that_promises_too_much_is_not_believed(by_layer: bo
     expected = proposed([dense.gram], math.inf)
     torch.testing.assert_close(dense.vector(careful.update), dense.vector(expected.update))
     assert (careless.gram, careful.gram) == (part, whole)
+
+
+def test_no_step_promises_more_than_there_is_of_a_loss() -> None:
+    """Outputs that are sure of something wrong have a slope and hardly any curvature."""
+    promises = {}
+    for refuse in (True, False):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 3).double()
+        x, y = torch.randn(50, 4).double(), torch.randint(3, (50,))
+        with torch.no_grad():
+            net.weight.mul_(30)
+        settings = {"damping": gn.Damping(tau=1e-9), "guard": gn.Guard(refuse=refuse)}
+        optimizer = gn.GaussNewton(
+            net, nn.CrossEntropyLoss(), step_size=gn.StepSize(most=1e9, calibrate=False), **settings
+        )
+        loss = fit(optimizer, x, y, 1)[0]
+        promises[refuse] = -optimizer.diagnostics["predicted"] / loss
+    assert promises[False] > 2
+    assert 0.5 < promises[True] <= 1.5
+
+
+@pytest.mark.parametrize(
+    ("criterion", "targets", "nonnegative"),
+    [
+        (nn.CrossEntropyLoss(), torch.randint(3, (8,)), True),
+        (nn.BCEWithLogitsLoss(), torch.rand(8, 3), True),
+        (nn.MSELoss(), torch.randn(8, 3), True),
+        (nn.PoissonNLLLoss(), torch.full((8, 3), 5.0), False),
+        (gn.Loss(lambda h, y: (h * y).sum()), torch.ones(8, 3), False),
+    ],
+)
+def test_which_losses_are_never_below_zero(
+    criterion: nn.Module, targets: Tensor, nonnegative: bool
+) -> None:
+    geometry = geometry_of(criterion)
+    assert geometry.nonnegative == nonnegative
+    outputs = [10 * torch.randn(8, 3) for _ in range(50)] + [torch.full((8, 3), 1.6)]
+    least = min(float(criterion(h, targets)) for h in outputs)
+    assert (least >= 0) == nonnegative

@@ -20,6 +20,7 @@ class BernoulliGeometry(ElementwiseGeometry):
     """
 
     criterion: nn.BCEWithLogitsLoss
+    nonnegative = True
 
     def hessian(self, outputs: Tensor, targets: Tensor) -> Diagonal:
         p = outputs.sigmoid()

@@ -21,6 +21,7 @@ class CategoricalGeometry(Geometry):
     """
 
     criterion: nn.CrossEntropyLoss | nn.NLLLoss
+    nonnegative = True
 
     def probabilities(self, outputs: Tensor) -> Float[Tensor, "n c s"]:
         """p, for the outputs with all positions in one dimension."""

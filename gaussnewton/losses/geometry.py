@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -21,6 +21,9 @@ class Geometry(ABC):
     of the scalar that the criterion returns: with reduction "mean" a Hessian is small as
     1/n. For reduction "none" the scalar is the sum, as in ``loss.sum().backward()``.
     """
+
+    nonnegative: ClassVar[bool] = False
+    """Whether the criterion is known to be zero at the least."""
 
     def __init__(self, criterion: nn.Module) -> None:
         self.criterion = criterion

@@ -18,6 +18,8 @@ class SquaredErrorGeometry(ElementwiseGeometry):
     As a model: h is the mean of a Gaussian of variance 1/2.
     """
 
+    nonnegative = True
+
     def hessian(self, outputs: Tensor, targets: Tensor) -> Diagonal:  # noqa: ARG002
         width = outputs[0].numel()
         value = 2.0 * self.factor(outputs)
