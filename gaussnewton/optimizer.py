@@ -199,7 +199,7 @@ class GaussNewton(CurvedOptimizer):
         previous = self._previous() if self.step_size.momentum else None
         shift = self._shift(progress.tau)
         sizes, believed = self.step_size, rules.believed(progress)
-        there_is = self._there_is(observations, float(before))
+        allowed = self._allowed(observations, float(before))
         noisy = shortened(sizes.share, progress.carried)
         share = share_of_step(noisy, self.refresh.early, progress, self.damping)
         looks = looks_at(observations, sizes)
@@ -207,7 +207,7 @@ class GaussNewton(CurvedOptimizer):
             looks = self._expecting(observations, looks, gradient, scales, progress)
             most = sizes.most if scales else math.inf
             return plain(
-                gradient, direction, previous, looks, shift, share, most, believed, there_is
+                gradient, direction, previous, looks, shift, share, most, believed, allowed
             )
         return calibrated(
             gradient,
@@ -221,7 +221,7 @@ class GaussNewton(CurvedOptimizer):
             share,
             sizes.favour,
             believed,
-            there_is,
+            allowed,
         )
 
     def _expecting(
@@ -251,14 +251,10 @@ class GaussNewton(CurvedOptimizer):
         due = self._rho_is_due(progress) or look_is_due(observations, self.step_size, progress)
         return expecting(looks, of_blocks, due, progress)
 
-    def _there_is(self, observations: Sequence[Observation], before: float) -> float:
-        """The greatest fall that there can be: all of a loss that is never below zero.
-
-        Where outputs are sure of something wrong, a cross-entropy has hardly any curvature, and its
-        quadratic model promises many times more than that.
-        """
+    def _allowed(self, observations: Sequence[Observation], before: float) -> float:
+        """The greatest fall that a step may promise: a share of a loss that is never below zero."""
         known = all(observation.record.geometry.nonnegative for observation in observations)
-        return before if known and before > 0 and self.guard.refuse else math.inf
+        return self.step_size.promise * before if known and before > 0 else math.inf
 
     def _known_scales(self) -> dict[str, Tensor]:
         """Each layer's scale, where all of them are known."""

@@ -59,7 +59,7 @@ def plain(
     share: float = 1.0,
     most: float = math.inf,
     believed: float = math.inf,
-    there_is: float = math.inf,
+    allowed: float = math.inf,
 ) -> Proposal:
     """α and, where there is a last update, a momentum coefficient, together.
 
@@ -72,7 +72,7 @@ def plain(
         share: how much of the model's best step to take.
         most: neither coefficient may be greater.
         believed: a greater fall in loss is believed of the last look only.
-        there_is: a greater one is believed of none, and the step is shorter.
+        allowed: a step that promises a greater one is made shorter.
     """
     spans = [direction] if previous is None else [direction, previous]
     together = {name: _stacked([d[name] for d in spans]) for name in direction}
@@ -82,7 +82,7 @@ def plain(
         c = share * model.minimum(most)
         if not float(model.change(c)) < -believed:
             break
-    c = _within(model, c, there_is)
+    c = _within(model, c, allowed)
     return Proposal(combine(c, spans), model, c, {}, gram, damped[0, 0] / model.M[0, 0])
 
 
@@ -98,7 +98,7 @@ def calibrated(
     share: float,
     favour: float,
     believed: float = math.inf,
-    there_is: float = math.inf,
+    allowed: float = math.inf,
 ) -> Proposal:
     """Scale each layer by its own exact line search, then solve for all together.
 
@@ -119,7 +119,7 @@ def calibrated(
         share: see above.
         favour: see :func:`own_scales`.
         believed: see above.
-        there_is: see above.
+        allowed: see above.
     """
     others = None if previous is None else {n: p.unsqueeze(0) for n, p in previous.items()}
     spans: list[Matrices] = [{name: direction[name]} for name in names]
@@ -135,7 +135,7 @@ def calibrated(
         c = share * model.minimum(most)
         if not float(model.change(c)) < -believed:
             break
-    c = _within(model, c, there_is)
+    c = _within(model, c, allowed)
     lengths = dict(zip(names, c[0] * scales.exp(), strict=True))
     last = {} if previous is None else {name: [part] for name, part in previous.items()}
     update = {
@@ -148,10 +148,10 @@ def calibrated(
     return Proposal(update, model, c, dict(zip(names, scales, strict=True)), gram, held)
 
 
-def _within(model: Quadratic, c: Float[Tensor, " k"], there_is: float) -> Float[Tensor, " k"]:
-    """The coefficients, made smaller where they promise a greater fall than there can be."""
+def _within(model: Quadratic, c: Float[Tensor, " k"], allowed: float) -> Float[Tensor, " k"]:
+    """The coefficients, made smaller where they promise a greater fall than they may."""
     promise = -float(model.change(c))
-    return c * (there_is / promise) if promise > there_is else c
+    return c * (allowed / promise) if promise > allowed else c
 
 
 def _basis(scales: Float[Tensor, " layers"], spans: int) -> Float[Tensor, "spans bases"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -114,6 +115,11 @@ class StepSize:
             precision; less where ``lr`` is less than 1. 0 never does. Whoever puts other weights
             into the model on the way should make a new optimiser: what is carried is read off
             where the parameters and their averages are.
+        promise: no step is taken that promises to take away more than this share of a batch's loss,
+            where the loss is known never to be below zero, as a cross-entropy or a squared error:
+            such a step is made shorter. It would be fitted to that batch; and where outputs are
+            sure of something wrong, a cross-entropy has hardly any curvature, and its quadratic
+            model promises many times more than there is. ``math.inf`` for no such limit.
         ask: the most updates between two looks at the quadratic model's curvature along the
             direction, each of which takes a product with the Jacobian. In between it is taken to
             be as many times what the blocks have there as it was at the last looks. There is one
@@ -136,6 +142,7 @@ class StepSize:
     most: float = 1.0
     share: float = 0.4
     carry: float = 0.7
+    promise: float = 0.7
     ask: int = 5
     growth: float = 0.1
     part: float = 0.25
@@ -146,6 +153,8 @@ class StepSize:
         _check_memories(self, "smooth", "memory")
         if not 0 <= self.carry < 1:
             raise ValueError(f"StepSize(carry={self.carry}) is a share: 0 or more, less than 1.")
+        if not self.promise > 0:
+            raise ValueError(f"StepSize(promise={self.promise}) is a share of a loss, above 0.")
 
     def interval(self, t: int) -> int:
         """Updates between two looks at the curvature along the direction, at update t."""
@@ -241,8 +250,7 @@ class Guard:
             the quadratic model promised to lower it, and raise τ, or carry nothing on for a
             while if that was to blame. This is looked at where ρ is, and, with
             ``fresh_tolerance``, at the next batch if its loss is that much higher than the last
-            one's, or not finite. And no step promises a greater fall than there is of a loss that
-            is known never to be below zero, as a cross-entropy or a squared error.
+            one's, or not finite.
         tolerance: see above.
         fresh_tolerance: the same for a batch that the step was not made for, where some rise
             is only noise.
@@ -273,7 +281,14 @@ PAPER: dict[str, Any] = {
         gamma="search", growth=0.0, lower_above=0.75, raise_below=0.75, anneal=False
     ),
     "step_size": StepSize(
-        momentum=False, calibrate=False, smooth=0.0, share=1.0, carry=0.0, ask=1, part=1.0
+        momentum=False,
+        calibrate=False,
+        smooth=0.0,
+        share=1.0,
+        carry=0.0,
+        promise=math.inf,
+        ask=1,
+        part=1.0,
     ),
     "refresh": Refresh(
         curvature=1,

@@ -157,20 +157,25 @@ def test_a_part_of_the_batch_that_promises_too_much_is_not_believed(by_layer: bo
 def test_no_step_promises_more_than_there_is_of_a_loss() -> None:
     """Outputs that are sure of something wrong have a slope and hardly any curvature."""
     promises = {}
-    for refuse in (True, False):
+    for share in (0.7, math.inf):
         torch.manual_seed(0)
         net = nn.Linear(4, 3).double()
         x, y = torch.randn(50, 4).double(), torch.randint(3, (50,))
         with torch.no_grad():
             net.weight.mul_(30)
-        settings = {"damping": gn.Damping(tau=1e-9), "guard": gn.Guard(refuse=refuse)}
+        settings = {"damping": gn.Damping(tau=1e-9), "curvature": "kfra"}
         optimizer = gn.GaussNewton(
-            net, nn.CrossEntropyLoss(), step_size=gn.StepSize(most=1e9, calibrate=False), **settings
+            net,
+            nn.CrossEntropyLoss(),
+            step_size=gn.StepSize(most=1e9, calibrate=False, promise=share),
+            **settings,
         )
         loss = fit(optimizer, x, y, 1)[0]
-        promises[refuse] = -optimizer.diagnostics["predicted"] / loss
-    assert promises[False] > 2
-    assert 0.5 < promises[True] <= 1.5
+        promises[share] = -optimizer.diagnostics["predicted"] / loss
+    assert promises[math.inf] > 2
+    assert 0.7 <= promises[0.7] <= 1.4
+    with pytest.raises(ValueError, match="promise=0"):
+        gn.StepSize(promise=0.0)
 
 
 @pytest.mark.parametrize(
