@@ -13,7 +13,7 @@ from gaussnewton.errors import GaussNewtonError
 from gaussnewton.experiments.data import Batches
 from race.clock import Lap
 from race.defaults import KEY, fingerprint
-from race.optimizers import build
+from race.optimizers import build, muons_precision
 from race.settings import MEMORIES, OURS, Setting
 from race.tasks import Data, Task
 
@@ -86,6 +86,8 @@ class TorchContender:
         self.updates, self.seconds, self.failure = 0, 0.0, ""
         ours = isinstance(self.optimizers[0], gn.GaussNewton)
         self.versions = {KEY: fingerprint()} if runner == OURS else {}
+        if runner.startswith("muon"):
+            self.versions = {"iterations of Muon": muons_precision()}
         self.means = None if ours else Means(list(self.model.parameters()))
 
     def advance(self, seconds: float) -> None:

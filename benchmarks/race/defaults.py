@@ -7,13 +7,13 @@ from types import ModuleType
 from typing import Any
 
 import gaussnewton as gn
-from gaussnewton import carrying, damping, looking, scarcity, share
+from gaussnewton import carrying, damping, looking, precision, scarcity, share
 
 KEY = "defaults of gn.GaussNewton"
 """Under which they are kept beside versions of packages."""
 
 
-RULES = (carrying, damping, looking, scarcity, share)
+RULES = (carrying, damping, looking, precision, scarcity, share)
 """Modules whose constants are as much a part of it as the settings are."""
 
 

@@ -106,8 +106,8 @@ PAPERS_GRID: dict[str, Any] = {"rates": RATES, "decays": DECAYS}
 SMALLER_GRID: dict[str, Any] = {"rates": RATES, "decays": (1.0, HALVED)}
 MUON = (
     "weight matrices of linear layers; AdamW with the same rate for all else, "
-    'adjust_lr_fn="match_rms_adamw", no weight decay; its iterations in float32, which is '
-    "faster than its bfloat16 on most CPUs"
+    'adjust_lr_fn="match_rms_adamw", no weight decay; its iterations in its own bfloat16 or in '
+    "float32, whichever is faster on this processor"
 )
 
 RUNNERS: dict[str, Entry] = {

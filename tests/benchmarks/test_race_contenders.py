@@ -5,7 +5,7 @@ import pytest
 import torch
 from race.contender import Means, TorchContender
 from race.jax_contender import layers_of, orders, parameters_of
-from race.optimizers import _orthogonal, build
+from race.optimizers import TORCHS_OWN, build, muons_precision, orthogonal_in_float32
 from race.settings import MEMORIES
 from race.tasks import TASKS, Data, Task
 from torch import nn
@@ -13,8 +13,6 @@ from torch.optim import _muon as muon_of_torch
 
 from gaussnewton.averaging import update_average
 from gaussnewton.experiments.data import Batches
-
-TORCHS = muon_of_torch._zeropower_via_newtonschulz
 
 
 def small(seed):
@@ -82,8 +80,8 @@ def test_muon_in_float32_is_muon():
     torch.manual_seed(0)
     for shape in ((20, 30), (30, 20)):
         gradient, coefficients = torch.randn(shape), (3.4445, -4.7750, 2.0315)
-        theirs = TORCHS(gradient.clone(), coefficients, 5, 1e-7).float()
-        ours = _orthogonal(gradient, coefficients, 5, 1e-7)
+        theirs = TORCHS_OWN(gradient.clone(), coefficients, 5, 1e-7).float()
+        ours = orthogonal_in_float32(gradient, coefficients, 5, 1e-7)
         assert (ours - theirs).norm() < 0.02 * theirs.norm()  # bfloat16 has three digits
 
 
@@ -95,3 +93,11 @@ def test_muon_leaves_what_is_no_matrix_to_adamw():
     assert sizes == [2, 2]
     assert sorted(others) == [1, 1, 1, 1, 4, 4]
     assert len(sizes) + len(others) == len(list(model.parameters()))
+
+
+def test_muon_runs_in_the_precision_that_is_faster_here_and_says_so():
+    made = TorchContender(TASK, data(), "muon", {"rate": 0.01, "decay": 1.0}, 0, 60.0)
+    assert made.versions == {"iterations of Muon": muons_precision()}
+    taken = muon_of_torch._zeropower_via_newtonschulz
+    wanted = {"bfloat16": TORCHS_OWN, "float32": orthogonal_in_float32}
+    assert taken is wanted[muons_precision()]
